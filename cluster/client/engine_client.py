@@ -81,6 +81,7 @@ class EngineClient(OperatorCalls):
                 self._ingress_id,
                 self._router,
                 self._refusals,
+                self.fail,
                 self._learn,
                 self._wake,
             )
@@ -189,12 +190,7 @@ class EngineClient(OperatorCalls):
 
     async def groups(self) -> list[dict[str, Any]]:
         """The state of each group, see `GroupStatus.to_json`."""
-        if self._supervisor is None:
-            raise EngineDeadError("the supervisor is starting")
-        try:
-            statuses: list[GroupStatus] = await self._supervisor.status.remote()
-        except RayError as error:
-            raise EngineDeadError(f"the supervisor does not answer: {error}") from error
+        statuses: list[GroupStatus] = await self._call_supervisor("status")
         return [status.to_json() for status in statuses]
 
     async def rank_stats(self) -> list[dict[str, Any]]:
@@ -214,13 +210,16 @@ class EngineClient(OperatorCalls):
 
     async def ingress_metrics(self, own: Snapshot) -> Snapshot:
         """The sum of the counts of all ingresses; `own` are the counts of this one."""
+        total: Snapshot = await self._call_supervisor("ingress_metrics", self._ingress_id, own)
+        return total
+
+    async def _call_supervisor(self, method: str, *args: Any) -> Any:
         if self._supervisor is None:
             raise EngineDeadError("the supervisor is starting")
         try:
-            total: Snapshot = await self._supervisor.ingress_metrics.remote(self._ingress_id, own)
+            return await getattr(self._supervisor, method).remote(*args)
         except RayError as error:
             raise EngineDeadError(f"the supervisor does not answer: {error}") from error
-        return total
 
     async def close(self) -> None:
         """Give the leases back and stop listening."""
@@ -304,6 +303,8 @@ class EngineClient(OperatorCalls):
                 continue
             for digest in renewal.refused:
                 self._refusals.add(digest)
+            for lease_id in leases.keys() - renewal.expired:
+                leases[lease_id].check_silence()
             for lease_id in renewal.expired:
                 if leases[lease_id].lease_id == lease_id and leases[lease_id].reachable:
                     logger.warning("a lease of this ingress has expired; its streams are reopened")

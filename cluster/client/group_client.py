@@ -7,12 +7,11 @@ requests twice. Knows nothing of other groups.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from ray.exceptions import RayError
-from zmq import ZMQError
 
 from cluster.client.group_streams import GroupStreams
 from cluster.client.open_request import OpenRequest
@@ -22,6 +21,7 @@ from cluster.client.suspects import Suspects, turn
 from cluster.errors import SHUTDOWN_REASON, PoisonRequestError
 from cluster.supervisor.status import GroupHealth, GroupMembers
 from cluster.supervisor.supervisor import Registration
+from kernels.host.owned import Failed
 from workers.rank.actor import node_address
 from workers.wire.request import RequestOutput
 
@@ -38,6 +38,7 @@ class GroupClient:
     supervisor  handle of the supervisor
     router      of all groups; `learn` is called before it counts requests of a new epoch
     refusals    gets the digests of requests that have ended ranks
+    failed      called with an unexpected error of a task
     learn       learn(index, members): take over what depends on the ranks of a new epoch
     changed     called when the group takes requests, or takes them no longer
     """
@@ -49,6 +50,7 @@ class GroupClient:
         ingress_id: str,
         router: Router,
         refusals: Refusals,
+        failed: Failed,
         learn: Callable[[int, GroupMembers], None],
         changed: Callable[[], None],
     ):
@@ -57,7 +59,7 @@ class GroupClient:
         self.lease_id = ""
         self.open: dict[str, OpenRequest] = {}  # by the id that their rank has
         self._supervisor, self._ingress_id = supervisor, ingress_id
-        self._router, self._refusals = router, refusals
+        self._router, self._refusals, self._failed = router, refusals, failed
         self._learn, self._changed = learn, changed
         self._suspects = Suspects()
         self._streams: GroupStreams | None = None
@@ -125,6 +127,11 @@ class GroupClient:
         now = time.monotonic()
         return {rank: now - then for rank, then in self._token_times.items()}
 
+    def check_silence(self) -> None:
+        """Open the streams again of ranks that send no beats."""
+        if self._streams is not None and self.reachable:
+            self._streams.check_silence()
+
     async def stats(self) -> list[dict[str, Any]]:
         """Counters and gauges of each rank, in rank order. Raises RayError when a rank is gone."""
         return [] if self._streams is None else await self._streams.stats()
@@ -137,7 +144,7 @@ class GroupClient:
             while self._must_open():
                 try:
                     await self._open_streams()
-                except (RayError, ZMQError, OSError) as error:  # OSError: no free descriptor
+                except (RayError, OSError) as error:  # OSError: no descriptor is free
                     logger.warning("the ranks cannot be reached: %s", error)
                     await asyncio.sleep(RETRY_S)
 
@@ -169,35 +176,36 @@ class GroupClient:
         try:
             deliver = partial(self._deliver, lease_id)
             streams = GroupStreams(members, lease_id, node_address(), deliver)
-            await streams.open()
+            await streams.open(partial(self._submit_lost, lease_id), self._failed)
         except BaseException:
             if streams is not None:
                 streams.close()
             self._supervisor.unregister.remote(lease_id)
             raise
-        same_epoch = members.epoch == self.epoch
+        if self.health.ended or self._released:
+            streams.close()
+            self._supervisor.unregister.remote(lease_id)
+            return
+        rebuilt = members.epoch != self.epoch
         self.close()  # the ranks compute the tokens again that were not read
         self.lease_id, self._streams = lease_id, streams
         self._learn(self.index, members)
-        self._submit_again(frozenset() if same_epoch else members.failed, abort=same_epoch)
+        requests = [request for request in self.open.values() if not request.finished]
+        if rebuilt:
+            self._set_aside_poison(requests, members.failed)
+        self._submit_again(requests)
         self._changed()
 
-    def _submit_again(self, failed: frozenset[int], *, abort: bool) -> None:
-        """Submit the open requests to the new streams, with the tokens that they have emitted.
+    def _submit_lost(self, lease_id: str, rank: int) -> None:
+        """Submit the requests again that a rank has aborted, because their stream had lost a message."""
+        if lease_id == self.lease_id:
+            self._submit_again([it for it in self.open.values() if it.place[1] == rank])
 
-        failed: the ranks that ended the epoch before
-        abort: the ranks live on, and one may have got a request after it closed the old stream
-        """
-        requests = [request for request in self.open.values() if not request.finished]
-        self._set_aside_poison(requests, failed)
+    def _submit_again(self, requests: Iterable[OpenRequest]) -> None:
+        """Submit requests that their ranks have no longer, with the tokens that they have emitted."""
         for request in sorted(requests, key=turn):
-            if request.finished:
-                continue
-            if abort:
-                self._abort(request)
-            self._resubmit(request)
-        if requests:
-            logger.info("%d requests go on with new streams", len(requests))
+            if not request.finished:
+                self._resubmit(request)
 
     def _resubmit(self, request: OpenRequest) -> None:
         self._forget(request)
@@ -206,8 +214,6 @@ class GroupClient:
 
     def _set_aside_poison(self, requests: list[OpenRequest], failed: frozenset[int]) -> None:
         """Put the requests on trial that may have ended ranks, and end those that are proved to."""
-        if not failed:
-            return
         for poison in self._suspects.judge(requests, lambda it: it.place[1] in failed):
             logger.error("request %s is set aside: it ends its rank", poison.request_id)
             self._refusals.add(poison.digest)

@@ -30,7 +30,8 @@ from cluster.config.resolve import available_cores, check_num_ranks, resolve_ran
 from kernels.backends import select
 from kernels.host.cache_folder import use_cache_folder
 from kernels.interface.registry import SEAMS, backend_class
-from workers.config import RankConfig, not_for_answers
+from workers import hub
+from workers.config import ModelSection, RankConfig, not_for_answers
 from workers.models.registry import load_model_config
 from workers.rank.backend_choice import backend_shape, fp8_is_not_kept, slow_attention
 from workers.rank.device_memory import size
@@ -41,6 +42,7 @@ from workers.specs.model import ModelConfig
 class CheckReport:
     """Everything the command prints.
 
+    checkpoint     of the Hub: the model, its commit, and the branches and tags that lead there; None for a folder
     steps          what of `cuda_graphs` and ubatches comes to pass, and why
     alternatives   family to the backends that were not chosen, with why they cannot run, "" for those that could
     packages       what was recognised in a package that is known in several generations
@@ -48,6 +50,7 @@ class CheckReport:
     """
 
     config: dict[str, Any]
+    checkpoint: str | None
     ranks: list[RankRow]
     backends: dict[str, dict[str, str]]
     steps: dict[str, str]
@@ -87,6 +90,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
     reasons = selection.reasons()
     return CheckReport(
         config=_resolved_tree(config, rank_config),
+        checkpoint=_checkpoint(config.model),
         ranks=ranks,
         backends={
             family: {"name": name, "reason": reasons[family]}
@@ -112,6 +116,14 @@ def _packages(unavailable: Mapping[str, str], device: str) -> dict[str, str]:
         if device in backend_class(seam, name).devices and f"{seam}.{name}" not in unavailable
     )
     return dict(package for package in packages if package is not None)
+
+
+def _checkpoint(model: ModelSection) -> str | None:
+    if model.revision is None:
+        return None
+    revisions = hub.revisions(model.path, model.revision)
+    names = f" ({', '.join(revisions)})" if revisions else ""
+    return f"{model.path}, commit {model.revision}{names}"
 
 
 def _resolved_tree(config: PhalanxConfig, rank_config: RankConfig) -> dict[str, Any]:
@@ -213,6 +225,8 @@ def render(report: CheckReport, console: Console) -> None:
     """Print a report for people."""
     console.print("configuration", style="bold")
     _render_tree(report.config, "  ", console)
+    if report.checkpoint is not None:
+        console.print(f"checkpoint: {report.checkpoint}", soft_wrap=True)
     console.print(_rank_table(report.ranks))
     console.print("backends", style="bold")
     for family, choice in report.backends.items():

@@ -5,6 +5,7 @@ decides for all.
 """
 
 import itertools
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -212,7 +213,7 @@ def _measure(one: Any, other: Any, device: str) -> PairSpeed | str:
     if isinstance(met, str):
         return met
     host, port = met[0]
-    meet = Rendezvous(host, port, f"check-{port}")
+    meet = Rendezvous(host, port, f"check-{secrets.token_hex(16)}")
     calls = [
         probe.measure.remote(meet, index, device, PAIR_S)
         for index, probe in enumerate((one, other))

@@ -203,17 +203,21 @@ class DeepEpAllToAll(AllToAll):
         )
         self._buffer = self._deep_ep.Buffer(group, num_bytes, explicitly_destroy=True)
 
+    @classmethod
+    def granted_sms(cls, num_sms: int) -> int:
+        """Return an even number, because a channel takes two SMs, of at most MAX_SMS."""
+        assert num_sms > 0, num_sms
+        return max(2, min(num_sms, MAX_SMS) // 2 * 2)
+
     def set_num_sms(self, num_sms: int | None) -> None:
-        """Limit the SMs from the next dispatch on: an even number of at most MAX_SMS; None for MAX_SMS.
+        """Limit the SMs from the next dispatch on; None for MAX_SMS.
 
         Two H200, 4096 tokens each, hidden 2048, top-8 of 128: dispatch and combine take 602 + 444 us on 8 SMs,
         340 + 248 on 16, 251 + 178 on 24, 204 + 140 on 32; up to 32 tokens 29 + 20 us on any number.
         """
-        num_sms = MAX_SMS if num_sms is None else num_sms
-        assert num_sms > 0, num_sms
         buffer = self._deep_ep.Buffer
         # DeepEP keeps the number on the class and reads it only when a Config is made.
-        buffer.set_num_sms(max(2, min(num_sms, MAX_SMS) // 2 * 2))
+        buffer.set_num_sms(MAX_SMS if num_sms is None else self.granted_sms(num_sms))
         self._configs = (
             buffer.get_dispatch_config(self._num_ranks),
             buffer.get_combine_config(self._num_ranks),

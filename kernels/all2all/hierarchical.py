@@ -18,7 +18,6 @@ from typing import Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import RowFormat
@@ -281,11 +280,12 @@ def _bytes_of(rows_SD: torch.Tensor) -> np.ndarray:
 def _remote_hosts(context: BackendContext) -> list[RemoteHost]:
     """Connect this rank to the ranks of its local index. Collective."""
     shape, rank, network = context.shape, context.rank, context.network
-    assert network is not None, "hierarchical needs a HostNetwork"
+    assert network is not None and context.gather is not None, "hierarchical needs other hosts"
     per_node = shape.num_ranks // shape.num_nodes
     listener = LinkListener(network)
-    endpoints: list[Endpoint] = [listener.endpoint] * shape.num_ranks
-    dist.all_gather_object(endpoints, listener.endpoint, context.process_group("hierarchical"))
+    own = listener.endpoint
+    found = context.gather((own.address, own.port, own.token.hex()))
+    endpoints = [Endpoint(address, port, bytes.fromhex(token)) for address, port, token in found]
     peers = range(rank % per_node, shape.num_ranks, per_node)
     links = listener.open_links(rank, {peer: endpoints[peer] for peer in peers if peer != rank}, 2)
     hosts = []

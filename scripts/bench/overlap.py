@@ -20,9 +20,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from cluster.commands import trace_drawing
 from cluster.experiments.gpu_clock import clock_figures, clock_samples
@@ -46,6 +47,7 @@ LOW_LATENCY = "deepep_low_latency"  # for decodes alone
 BLOCK_SIZE = 16
 CLOCKED_S = 1.6  # of steps of one form, for its clock and power
 DRAWN_LAYERS = 2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -124,25 +126,23 @@ class Measurement:
     def _slowest_ms(self, size: int, ubatch: bool) -> float:
         self._report({"all2all": self._all2all, "stage": f"{self._task.phase} of {size}"})
         seconds = self._timer(self._task.phase, size, ubatch)
-        return round(1e3 * max(process_group.gather_objects(seconds)), 4)
+        return round(1e3 * max(_of_ranks(seconds)), 4)
 
     def _clocks(self, size: int) -> dict[str, list[dict[str, float]]]:
         """Clock and power of each rank's GPU in steps of this size, by form."""
         found = {}
         for form in ("whole", "ubatched"):
-            seconds = process_group.gather_objects(
-                self._timer(self._task.phase, size, form != "whole")
-            )
+            seconds = _of_ranks(self._timer(self._task.phase, size, form != "whole"))
             with clock_samples(self._epoch.process.device) as samples:
                 for _ in range(max(1, round(CLOCKED_S / max(seconds) / 4))):
                     self._timer(self._task.phase, size, form != "whole")
-            found[form] = list(process_group.gather_objects(clock_figures(samples)))
+            found[form] = list(_of_ranks(clock_figures(samples)))
         return found
 
     def _trace(self, size: int, prefix: Path) -> dict[str, Any]:
         """Draw a step of both forms; return the covered share of each rank. No step can run afterwards."""
         own = trace_step(self._epoch, self._task.phase, size)
-        traces = list(process_group.gather_objects(own))
+        traces = list(_of_ranks(own))
         if self._epoch.process.rank == 0:
             pair = f"all-to-all {self._all2all}, grouped GEMM {self._task.gemm}"
             title = f"{self._task.phase} of {size} tokens a rank, {len(traces)} ranks, {pair}"
@@ -151,6 +151,13 @@ class Measurement:
 
     def _reports(self, found: dict[str, Any]) -> None:
         self._report({"all2all": self._all2all, "found": found})
+
+
+def _of_ranks(value: T) -> list[T]:
+    """Return `value` of every rank: processes of this machine, started by this script."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def work(

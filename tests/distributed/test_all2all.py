@@ -1,6 +1,8 @@
 """The contract of every all-to-all, against one plain dense loop over experts."""
 
+import json
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +150,7 @@ def _build(
         group=torch.distributed.group.WORLD if num_ranks > 1 else None,
         shared_memory=shared_memory,
         network=HostNetwork(address="127.0.0.1", timeout_s=20, hang_timeout_s=20),
+        gather=_gather_json,
         expert_map=ContiguousMap(case.num_experts, num_ranks),
         block_size=4,
     )
@@ -155,6 +158,12 @@ def _build(
     if copies:
         backends.all2all.stream, backends.all2all.kernel_rows = CommStream(device), -1
     return backends, shared_memory
+
+
+def _gather_json(value: Any) -> list[Any]:
+    found = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, json.dumps(value))
+    return [json.loads(text) for text in found]
 
 
 def _check_contract(

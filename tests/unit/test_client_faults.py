@@ -5,7 +5,6 @@ import errno
 from typing import Any
 
 import pytest
-import zmq
 from ray.exceptions import ActorDiedError
 
 from cluster.client import engine_client, group_client, group_streams
@@ -41,7 +40,7 @@ def test_streams_are_opened_when_descriptors_are_free_again(
         nonlocal failures
         failures -= 1
         if failures >= 0:
-            raise zmq.ZMQError(errno.EMFILE)
+            raise OSError(errno.EMFILE, "no descriptor is free")
         return made(*args)
 
     async def scenario() -> None:

@@ -185,10 +185,13 @@ def test_on_demand_each_graph_is_captured_once_when_a_step_or_an_idle_group_want
     largest = [(DECODE, 96, False), (MIXED, 96, False), (DECODE, 96, True)]
     assert list(dict.fromkeys(one[:3] for one in order)) == largest
 
-    graphs._expert_load.watching = True
+    graphs._expert_load.watching, captures = True, []
+    capture_all = graphs._capture_all
+    graphs._capture_all = lambda keys: (captures.append(graphs.capturing), capture_all(keys))
     for _ in range(2):
         graphs.require(GraphKey(DECODE, 64))
     graphs.require(GraphKey(DECODE, 96))
+    assert captures == [True] and not graphs.capturing
     assert graphs._expert_load.watching, "the step samples the load of its experts"
     assert order[6:] == [(DECODE, 64, False, "DECODES", True)]
     while graphs.capture_next():

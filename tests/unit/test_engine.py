@@ -47,7 +47,7 @@ class CountingRunner:
 
     def __init__(self) -> None:
         self.num_forwards = 0
-        self.fail = False
+        self.fail = self.capturing = False
 
     def launch(self, batch, plan) -> Pending[StepOutput]:
         self.num_forwards += 1

@@ -140,11 +140,11 @@ def test_ranks_of_different_settings_do_not_form_a_group(
     monkeypatch.setattr(rank, "dims", ParallelDims(num_ranks=2))
     monkeypatch.setattr(process_group, "join", lambda *_: None)
 
-    def gather_objects(value: tuple) -> list:
+    def gather_json(value: tuple) -> list:
         settings, *rest = value
         return [value, ({**settings, "cache.block_size": 32}, *rest)]
 
-    monkeypatch.setattr(process_group, "gather_objects", gather_objects)
+    monkeypatch.setattr(process_group, "gather_json", gather_json)
     with pytest.raises(ValueError, match=r"cache\.block_size"):
         Epoch(rank, Rendezvous("", 0, "settings"), timeout_s=5)
 

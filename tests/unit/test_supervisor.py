@@ -238,7 +238,8 @@ def test_a_restarted_supervisor_finds_the_ranks_and_the_leases():
         seen, lease = await first.healths(), (await first.register("a", 0)).lease_id
         receiver = TokenReceiver("127.0.0.1", 0)
         for rank in first.fake_ranks:
-            await rank.open_stream(0, lease, receiver.address)
+            stream = receiver.open_stream(rank.rank)
+            await rank.open_stream(0, lease, receiver.address, stream)
         subject = await restarted(first)
         assert await subject.healths() == seen, "an ingress must notice nothing"
         assert (await subject.heartbeat("a", [lease], {})).expired == []

@@ -3,6 +3,7 @@
 import logging
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -194,10 +195,11 @@ class EpochUbatches:
             "graphs": runner.graphs is not None,
         }
         path = overlap_cache.cache_path({**facts, **measured_on})
-        kept = self._gather(overlap_cache.load_policy(path) if self._rank == 0 else None)[0]
+        loaded = overlap_cache.load_policy(path) if self._rank == 0 else None
+        kept = self._gather(loaded and asdict(loaded))[0]
         if kept is not None:
-            overlap.policy = kept
-            runner.limit_all2all(kept.comm_sms)
+            overlap.policy = OverlapPolicy(**kept)
+            runner.limit_all2all(self.policy.comm_sms)
             return frozenset()
         if choices:
             self._choose_comm_sms(runner, choices, largest["prefill"], run)

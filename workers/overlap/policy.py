@@ -96,8 +96,10 @@ def configured(
         else:
             least[phase], reasons[phase] = None, "not measured"
             unknown.add(phase)
-    comm_sms = None if config.comm_sms == "auto" else config.comm_sms
+    comm_sms = None if config.comm_sms == "auto" else all2all.granted_sms(config.comm_sms)
     reasons["comm_sms"] = "the backend's own" if comm_sms is None else "overlap.comm_sms"
+    if comm_sms not in (None, config.comm_sms):
+        reasons["comm_sms"] += f" is {config.comm_sms}, {all2all.name} takes {comm_sms} of them"
     policy = OverlapPolicy(least["decode"], least["prefill"], comm_sms, reasons)
     return policy, frozenset(unknown)
 

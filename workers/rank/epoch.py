@@ -157,7 +157,8 @@ class Epoch:
         takes = backend_memory(
             process.selection, process.shape, num_ubatches=config.overlap.num_ubatches
         )
-        context = process.backend_context(self._peers.shared_memory, self._peers.network)
+        peers = self._peers
+        context = process.backend_context(peers.shared_memory, peers.network, peers.gather)
         with memory_for("the all-to-all's buffers", takes.kept):
             self._parts.backends = process.build_backends(context)
             self._closing.callback(self.backends.all2all.close)
@@ -168,7 +169,7 @@ class Epoch:
                 process.selection,
                 context,
                 self.backends,
-                self._peers.gather,
+                peers.gather,
             )
             self._closing.callback(self.ubatches.close)
 
@@ -326,12 +327,11 @@ class Epoch:
         dims, rank = self.process.dims, self.process.rank
         if dims.alone:
             return LocalVoteTransport()
-        shared, network = self._peers.shared_memory, self._peers.network
+        peers, shared, epoch = self._peers, self._peers.shared_memory, self.rendezvous.epoch
         if dims.on_one_host and shared is not None:
             return SharedMemoryVoteTransport(shared)
-        assert network is not None, "a group of several ranks has met"
-        gather = process_group.gather_objects
-        return DatagramVoteTransport(rank, dims, self.rendezvous.epoch, network, shared, gather)
+        assert peers.network is not None, "a group of several ranks has met"
+        return DatagramVoteTransport(rank, dims, epoch, peers.network, shared, peers.gather)
 
     def run(self) -> None:
         """Run the engine's loop until the group stops. An error aborts this rank's epoch and is raised."""

@@ -1,6 +1,6 @@
 """Runners and schedulers of one epoch: for warm-up, for measuring the memory of a step, and for serving."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from kernels.attention.base import Attention
 from kernels.backends.select import Backends
@@ -102,8 +102,9 @@ class RunnerMaker:
         own = self._own_bytes(graph_sizes)
         free = free_bytes(process.device, cache.memory_fraction, own.total)
         if not process.dims.alone:
-            of_ranks = process_group.gather_objects((free, own))
-            free, own = min(of_ranks, key=lambda found: found[0])
+            of_ranks = process_group.gather_json((free, asdict(own)))
+            free, fields = min(of_ranks, key=lambda found: found[0])
+            own = OwnBytes(**fields)
         demand = process.kv_demand
         blocks, snapshots = sizes_that_fit(
             free,

@@ -221,7 +221,10 @@ class RankProcess:
         return forced_routing(self.config, self.model_config, self.rank, self.device)
 
     def backend_context(
-        self, shared_memory: SharedMemoryGroup | None, network: HostNetwork | None = None
+        self,
+        shared_memory: SharedMemoryGroup | None,
+        network: HostNetwork | None = None,
+        gather: Callable[[Any], Sequence[Any]] | None = None,
     ) -> BackendContext:
         """Return the context from which this rank builds backends, inside the current process group."""
         return BackendContext(
@@ -231,6 +234,7 @@ class RankProcess:
             group=None if self.dims.alone else torch.distributed.group.WORLD,
             shared_memory=shared_memory,
             network=network,
+            gather=gather,
             expert_map=self.expert_map,
             block_size=self.config.cache.block_size,
         )

@@ -72,6 +72,7 @@ class StepGraphs:
     ubatches    runs the model for the graphs of steps in ubatches
     on_demand   `provide` captures the largest graphs alone; a step that needs another graph, or an idle group,
                 captures it
+    capturing   whether `require` captures now
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class StepGraphs:
         on_demand: bool = False,
     ):
         self.sizes, self.on_demand = sizes, on_demand
+        self.capturing = False
         self._model, self._ubatches = model, ubatches
         self._whole = GraphPlanner.of(backends)
         self._expert_load = backends.expert_load
@@ -134,9 +136,9 @@ class StepGraphs:
         if key not in self._postponed:
             return
         watching = self._expert_load.watching
-        started = time.perf_counter()
+        started, self.capturing = time.perf_counter(), True
         self._capture_all([key])
-        self._expert_load.watching = watching
+        self._expert_load.watching, self.capturing = watching, False
         spent = time.perf_counter() - started
         logger.debug("captured %s in %.2f s, %d are left", key, spent, len(self._postponed))
 

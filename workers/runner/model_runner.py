@@ -168,6 +168,11 @@ class ModelRunner:
         )
         return self.graphs
 
+    @property
+    def capturing(self) -> bool:
+        """Whether a graph is captured on demand now. From any thread."""
+        return self.graphs is not None and self.graphs.capturing
+
     def capture_next(self) -> bool:
         """Capture a postponed graph; return False if none is left. Collective: call it when all ranks are idle."""
         return self.graphs is not None and self.graphs.capture_next()
