@@ -14,7 +14,7 @@ class ServingError(Exception):
     default_code: str | None = "internal_error"
     retry_after_s: int | None = None
     should_retry: bool | None = None
-    """Whether a client that retries by itself is to send the request again; None: as its status suggests."""
+    """Whether clients should send the request again; None = as they decide by the status."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

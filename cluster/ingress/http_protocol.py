@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connection with limits: of their number, of a request's head, and of a client that does not read.
+"""uvicorn's HTTP connection with time and size limits: on a request's head, and on a client that does not read.
 
 Counters and timers only; no code here runs per token. Knows nothing of the content of requests and answers.
 """
@@ -8,7 +8,7 @@ import asyncio
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.api.answer.events import error_body
-from cluster.errors import BadRequestError, OverloadedError, ServingError
+from cluster.errors import BadRequestError
 
 MAX_HEAD_BYTES = 64 * 1024
 
@@ -17,7 +17,6 @@ class HttpProtocol(HttpToolsProtocol):
     """Closes a connection if the request's head is too slow or too long, or if the client does not read."""
 
     client_timeout_s = 60.0
-    max_connections = 1024
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first request."""
@@ -28,8 +27,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._read_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._start_read_timer()
-        if len(self.connections) > self.max_connections:
-            self._answer(503, OverloadedError("this server has no connection free"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
@@ -102,13 +99,9 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        self._answer(status, BadRequestError(message, code="invalid_http"))
-
-    def _answer(self, status: int, error: ServingError) -> None:
-        """Send an error and close the connection."""
         if self.transport.is_closing():
             return
-        body = error_body(error)
+        body = error_body(BadRequestError(message, code="invalid_http"))
         headers = [
             *self.server_state.default_headers,
             (b"content-type", b"application/json"),
@@ -120,7 +113,6 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def limited_protocol(client_timeout_s: float, max_connections: int) -> type[HttpProtocol]:
-    """The class with these limits; uvicorn creates an object of it for each connection."""
-    limits = {"client_timeout_s": client_timeout_s, "max_connections": max_connections}
-    return type("LimitedHttpProtocol", (HttpProtocol,), limits)
+def limited_protocol(client_timeout_s: float) -> type[HttpProtocol]:
+    """The class with a time limit; uvicorn creates an object of it for each connection."""
+    return type("LimitedHttpProtocol", (HttpProtocol,), {"client_timeout_s": client_timeout_s})

@@ -5,7 +5,6 @@ HAProxy's statistics listen on all interfaces, and either adds a process to the 
 """
 
 import logging
-import resource
 import socket
 
 import uvicorn
@@ -17,8 +16,6 @@ from kernels.host.owned import OwnedTask
 
 logger = logging.getLogger(__name__)
 
-RESERVED_DESCRIPTORS = 256
-MANY_DESCRIPTORS = 1 << 20  # where the process has no limit
 SHUTDOWN_S = (
     3  # time for requests that are open when the server stops; the ingress has drained before
 )
@@ -31,7 +28,7 @@ class HttpServer:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http=limited_protocol(config.limits.client_timeout_s, max_connections()),
+                http=limited_protocol(config.limits.client_timeout_s),
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -64,13 +61,6 @@ class HttpServer:
         self._server.should_exit = True
         if self._task is not None:
             await self._task.wait()
-
-
-def max_connections() -> int:
-    """The connections of clients that leave descriptors for the streams of the ranks, for Ray and for files."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    descriptors = MANY_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
-    return max(1, descriptors - max(RESERVED_DESCRIPTORS, descriptors // 8))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -26,11 +26,11 @@ SupervisorHandle = Any  # ray.actor.ActorHandle of SupervisorActor
 
 
 def _sweep() -> None:
-    """End what earlier servers have left; a failure keeps this one from nothing but their places."""
+    """End what earlier servers have left. After an error this server starts all the same, on other places."""
     try:
         orphans.sweep()
     except Exception as error:
-        logger.warning("the ranks of earlier servers are not looked for: %r", error)
+        logger.warning("ranks of earlier servers may remain: %r", error)
 
 
 class SupervisorActor(Supervisor):

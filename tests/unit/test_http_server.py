@@ -3,7 +3,6 @@
 import asyncio
 import http.client
 import json
-import resource
 import socket
 import time
 from contextlib import suppress
@@ -11,7 +10,6 @@ from contextlib import suppress
 import pytest
 
 from cluster.config.serve_section import LimitsConfig, ServeConfig
-from cluster.ingress import http_server
 from cluster.ingress.http_server import HttpServer
 from tests.unit.api_fakes import Api, FakeBackend
 
@@ -166,34 +164,3 @@ def test_a_client_that_does_not_read_is_dropped():
 
     still_open, aborted = with_server(talk, backend)
     assert not still_open and len(aborted) == 1
-
-
-def test_connections_over_the_limit_are_refused_and_those_within_it_go_on(monkeypatch):
-    """Without a limit clients take the descriptors with which the streams of the ranks are opened."""
-    monkeypatch.setattr(http_server, "max_connections", lambda: 2)
-
-    def talk(port):
-        with connect(port) as first, connect(port) as second:
-            for connection in (first, second):
-                connection.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
-                answer = b""
-                while not answer.endswith(b"}"):
-                    answer += connection.recv(65536)
-                assert answer.startswith(b"HTTP/1.1 200")
-            with connect(port) as third:
-                refused = read_all(third)
-            first.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            assert read_all(first).startswith(b"HTTP/1.1 200")
-        return refused
-
-    refused = with_server(talk, limits=LimitsConfig(client_timeout_s=30, keep_alive_s=30))
-    assert refused.startswith(b"HTTP/1.1 503")
-    assert body_of(refused)["message"] == "this server has no connection free"
-
-
-def test_the_limit_of_connections_leaves_descriptors(monkeypatch):
-    for soft, expected in ((1024, 768), (65536, 57344), (100, 1)):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
-        assert http_server.max_connections() == expected
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert http_server.max_connections() > 100_000
