@@ -84,7 +84,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def replica(*, listen: bool) -> Any:
     subject = IngressClass.__new__(IngressClass)
-    await subject.__init__(phalanx_config(), listen=listen, api_key_digests=())
+    await subject.__init__(phalanx_config(), listen=listen, api_key_digests=(), environment={})
     return subject
 
 
