@@ -24,9 +24,7 @@ async def grow(roster: Roster, serves: Callable[[], bool], change: Change) -> No
             if serves() and await roster.has_room_to_grow():
                 wanted = roster.wanted
                 await change(wanted, f"growing back to {wanted.num_ranks} ranks")
-        except (
-            Exception
-        ) as error:  # Ray's GCS, and a process that does not start, fail in many ways
+        except Exception as error:  # Ray's GCS, and a process that starts, fail in many ways
             logger.info("the group stays small: %s", failure_message(error))
 
 
