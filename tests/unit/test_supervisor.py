@@ -253,8 +253,8 @@ def test_a_restarted_supervisor_finds_the_ranks_and_the_leases():
         first = await serving()
         seen, lease = await first.healths(), (await first.register("a")).lease_id
         receiver = TokenReceiver("127.0.0.1", 0)
-        for rank in first.fake_ranks:
-            await rank.open_stream(0, lease, receiver.address)
+        for index, rank in enumerate(first.fake_ranks):
+            await rank.open_stream(0, lease, receiver.address, receiver.open_stream(index))
         subject = await restarted(first)
         assert await subject.healths() == seen, "an ingress must notice nothing"
         assert await subject.heartbeat("a", lease, {})
