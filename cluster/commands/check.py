@@ -17,6 +17,7 @@ from rich.table import Table
 from cluster.api.tracing import check_tracing
 from cluster.commands.check_backends import alternatives, probe_or_assume
 from cluster.commands.check_memory import RankRow, rank_rows, too_little_on_gpu
+from cluster.commands.check_room import refuse_too_large
 from cluster.commands.check_steps import (
     check_comm_sms,
     graph_line,
@@ -32,7 +33,12 @@ from kernels.host.cache_folder import use_cache_folder
 from workers import hub
 from workers.config import ModelSection, RankConfig, not_for_answers
 from workers.models.registry import load_model_config
-from workers.rank.backend_choice import backend_shape, fp8_is_not_kept, slow_attention
+from workers.rank.backend_choice import (
+    backend_shape,
+    four_bits_are_widened,
+    fp8_is_not_kept,
+    slow_attention,
+)
 from workers.rank.device_memory import size
 from workers.specs.model import ModelConfig
 
@@ -66,7 +72,8 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
 
     Raises BackendChoiceError when a named backend cannot run, GraphsUnavailableError when CUDA graphs are demanded and
     cannot be, ApiKeyError when the keys cannot be used, ConfigError when traces are wanted and their library is
-    missing, overlap.comm_sms leaves nothing of the GPU, or the ranks are too many for this machine.
+    missing, overlap.comm_sms leaves nothing of the GPU, a rank's weights are larger than its GPU, or the ranks are too
+    many for this machine.
     """
     use_cache_folder(config.kernels.cache)
     check_tracing(config.serve.tracing)
@@ -84,6 +91,8 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
     ranks = rank_rows(
         rank_config, model, selection, shape, num_ubatches=num_ubatches, graphs=graphs
     )
+    if rank_config.device == "cuda":
+        refuse_too_large(rank_config, model, selection, unavailable, shape, config.kernels)
     reasons = selection.reasons()
     return CheckReport(
         config=_resolved_tree(config, rank_config),
@@ -98,6 +107,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
         assumed=assumed,
         warnings=[
             *slow_attention(config.kernels, selection, unavailable, shape),
+            *four_bits_are_widened(model, selection, unavailable, shape),
             *_warnings(config, rank_config, model, selection, ranks, num_api_keys),
         ],
     )

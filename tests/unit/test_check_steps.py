@@ -13,7 +13,7 @@ from cluster.commands import check_memory, check_steps
 from cluster.commands.check import CheckReport, check, render
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
-from tests.checkpoints.writer import QUANTIZATIONS, Quantization, make_checkpoint
+from tests.checkpoints.writer import QUANTIZATIONS, make_checkpoint
 from workers.runner.graph_sizes import GraphsUnavailableError
 
 GPUS = ["cluster.device=cuda", "cluster.ranks=2", "model.dtype=bfloat16"]
@@ -200,7 +200,7 @@ def test_warns_of_gpus_too_small(
     overrides: list[str],
     says: str | None,
 ) -> None:
-    monkeypatch.setattr(check_memory, "_gpu_bytes", lambda: int(gigabytes * 10**9))
+    monkeypatch.setattr(check_memory, "gpu_bytes", lambda: int(gigabytes * 10**9))
     report = checked(yaml_path, "cache.memory_fraction=0.9", *overrides)
     found = [warning for warning in report.warnings if warning.startswith("rank 0 needs")]
     assert len(found) == (says is not None)
@@ -222,7 +222,7 @@ def test_nothing_is_known_of_gpus_that_are_not_here(yaml_path: Path) -> None:
     ],
 )
 def test_warns_of_fp8_experts_that_are_not_kept(
-    tmp_path: Path, quantization: Quantization, backend: str, says: str | None
+    tmp_path: Path, quantization: str, backend: str, says: str | None
 ) -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_layers": 1}
     make_checkpoint(tmp_path / "tiny", quantization=quantization, weights=False, **sizes)

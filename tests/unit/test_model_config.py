@@ -151,7 +151,7 @@ def test_generation_config_decides_eos(tmp_path: Path) -> None:
         ),
         ({"hidden_act": ["silu"]}, ["hidden_act", '["silu"]']),
         ({"use_sliding_window": True}, ["use_sliding_window", "true", "false"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, [".quant_method is 'gptq'", "fp8"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, [".quant_method is 'hqq'", "fp8"]),
         ({"quantization_config": "fp8"}, ["quantization_config is 'fp8'"]),
         (fp8(weight_block_size=[64, 64]), [".weight_block_size is [64, 64]", "[128, 128]"]),
         (fp8(fmt="e5m2"), ["quantization_config.fmt is 'e5m2'", "e4m3"]),

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kernels.activation import Activation
+from kernels.four_bit_format import FourBitFormat
 from workers.models.rope_config import PARTIAL, is_number, parse_partial_rotary, parse_rope
+from workers.specs.four_bit import FourBitForm, Packing
 from workers.specs.model import (
     DTYPES,
     DtypeName,
@@ -19,6 +21,7 @@ from workers.specs.model import (
     MoeSpec,
     RopeSpec,
     WeightEntries,
+    weight_map,
 )
 from workers.specs.quantization import parse_quantization
 
@@ -185,17 +188,17 @@ class ConfigReader:
             return (False,) * count
         return tuple(kind == LINEAR_ATTENTION for kind in kinds)
 
-    def mxfp4(self) -> bool:
-        """Return whether the experts are stored in MXFP4, for a family that has no other quantisation."""
+    def mxfp4(self) -> FourBitForm | None:
+        """Return how the experts are packed, for a family that has MXFP4 alone; None: they are not."""
         found = self._raw.get("quantization_config")
         if found is None:
-            return False
+            return None
         method = found.get("quant_method") if isinstance(found, dict) else found
         if method != "mxfp4":
             self.problems.append(
                 f"quantization_config.quant_method is {_short(method)}; supported: mxfp4"
             )
-        return True
+        return FourBitForm(Packing.MXFP4, FourBitFormat("mxfp4", 32))
 
     def activation(self) -> Activation:
         """Return the activation of every MLP, silu if the key is missing."""
@@ -224,7 +227,7 @@ class ConfigReader:
         *,
         skipped: tuple[str, ...] = (),
         renamed: tuple[tuple[str, str], ...] = (),
-        mxfp4: bool = False,
+        stacked_form: FourBitForm | None = None,
         norm_offset: float = 0.0,
     ) -> ModelConfig:
         """Return the config with the fields that all families share; it is valid only if `problems` is empty."""
@@ -242,12 +245,14 @@ class ConfigReader:
             norm_eps=self.number("rms_norm_eps"),
             max_position_embeddings=self.integer("max_position_embeddings"),
             tie_word_embeddings=self.boolean("tie_word_embeddings"),
-            quantization=None if mxfp4 else parse_quantization(self._raw, self.problems, renamed),
-            dtype=self._dtype("bfloat16" if mxfp4 else "float32"),
+            quantization=None
+            if stacked_form
+            else parse_quantization(self._raw, self.problems, renamed),
+            dtype=self._dtype("bfloat16" if stacked_form else "float32"),
             eos_token_ids=stops or self.integers("eos_token_id"),
             skipped=skipped,
             renamed=renamed,
-            mxfp4=mxfp4,
+            stacked_form=stacked_form,
             norm_offset=norm_offset,
             weight_entries=self._weight_entries,
         )
@@ -310,10 +315,19 @@ class ConfigReader:
         if attention is not None:
             self.problems += attention.problems()
         self._check_groups(config.moe)
+        self._check_four_bit(config)
         if top_k > experts:
             self.problems.append(
                 f"num_experts_per_tok is {top_k}; expected at most the number of experts ({experts})"
             )
+
+    def _check_four_bit(self, config: ModelConfig) -> None:
+        """Complain about the first matrix that its packing cannot hold."""
+        for entry in weight_map(config):
+            problem = entry.four_bit and entry.four_bit.problem(*entry.shape)
+            if problem:
+                self.problems.append(f"quantization_config does not fit {entry.name}: {problem}")
+                return
 
     def _check_groups(self, moe: MoeSpec) -> None:
         router, experts = moe.router, moe.num_experts

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
+from workers.specs.four_bit import FourBitForm
 from workers.specs.model import ModelConfig
 from workers.specs.weight_map import WeightEntry, WeightKind
 
@@ -44,7 +45,7 @@ class WeightNames:
         yield WeightEntry(f"{root}embed_tokens.weight", table, "embed_VD", WeightKind.EMBEDDING)
         for number, layer in enumerate(config.layers):
             at, path = f"{root}layers.{number}.", f"layers.{number}."
-            block = LayerWeights(self, config.hidden_size, at, path, config.mxfp4, offset)
+            block = LayerWeights(self, config.hidden_size, at, path, config.stacked_form, offset)
             for spec in (layer.attention, layer.mlp):
                 yield from resolve_name(spec.weights)(block, spec)
         shape = (config.hidden_size,)
@@ -55,13 +56,16 @@ class WeightNames:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The tensors of one layer: `disk` begins names in the checkpoint, `path` begins those of parameters."""
+    """The tensors of one layer: `disk` begins names in the checkpoint, `path` begins those of parameters.
+
+    four_bit   how tensors that hold all experts are packed; None: they are not
+    """
 
     names: WeightNames
     dim: int
     disk: str
     path: str
-    mxfp4: bool = False
+    four_bit: FourBitForm | None = None
     norm_offset: float = 0.0
 
     def norm(self, name: str, parameter: str) -> WeightEntry:

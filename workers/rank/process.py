@@ -165,7 +165,7 @@ class RankProcess:
         context = self.backend_context(None)
         attention = select.build_attention(self.selection, context)
         linear = select.build_linear_attention(self.selection, context)
-        gemm = self.selection.grouped_gemm_class()
+        gemm = self.selection.grouped_gemm_class.build(context.shape)
         return select.Backends(UnboundAllToAll(), gemm, DummyAttention(attention), linear)
 
     def _build_model(self, backends: select.Backends) -> DecoderLM:
@@ -255,6 +255,7 @@ class RankProcess:
             dtype,
             fp8_experts=self.selection.fp8_experts,
             fp8_dense=self.selection.fp8_dense,
+            in_four_bits=self.selection.four_bit_experts,
         )
 
     def info(self, graph_bytes: int, stage_seconds: dict[str, float]) -> RankInfo:

@@ -59,4 +59,4 @@ def read_config(read: ConfigReader) -> ModelConfig:
     read.fixed("swiglu_limit", SWIGLU_LIMIT, None)
     read.fixed("experts_per_token", experts.router.top_k, None)
     read.ignore("initial_context_length")  # the rotary embedding has it
-    return read.finish(layers, experts, mxfp4=read.mxfp4())
+    return read.finish(layers, experts, stacked_form=read.mxfp4())
