@@ -5,8 +5,7 @@ dispatch the same number of rows, and CUDA graphs can hold dispatch and combine.
 and apply the weights, because DeepEP's combine only adds. For experts that compute with FP8, rows are quantised before
 they travel; sums travel in bfloat16.
 
-`Buffer` of DeepEP 1.2.1 is tested. DeepEP 2.x has the same class; its use here follows the source and was never run.
-`ElasticBuffer` of 2.x is not used.
+`Buffer` of DeepEP 1.2.1 is tested. DeepEP 2.x has the same class, and was never run here.
 
 T tokens of this rank, N = ranks * T received rows, D hidden, K experts per token, R permuted rows.
 """
@@ -67,7 +66,7 @@ def load_deep_ep() -> Any:
     except Exception as error:  # assertions about NCCL and CUDA_HOME, undefined symbols, no GPU
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise DeepEpUnavailableError(
-            f"import deep_ep failed ({_installed_version()} is installed, {needed}): {said[0]}"
+            f"import deep_ep failed ({installed_version()} is installed, {needed}): {said[0]}"
         ) from error
     buffer = getattr(deep_ep, "Buffer", None)
     lacking = [
@@ -77,24 +76,9 @@ def load_deep_ep() -> Any:
     ]
     if lacking:
         raise DeepEpUnavailableError(
-            f"deep_ep {_installed_version()} is installed, {needed}: it has no {', '.join(lacking)}"
+            f"deep_ep {installed_version()} is installed, {needed}: it has no {', '.join(lacking)}"
         )
     return deep_ep
-
-
-def generation(deep_ep: Any) -> int:
-    """Return 1 for `Buffer` over NVSHMEM alone, 2 with `ElasticBuffer` over NCCL."""
-    return 2 if hasattr(deep_ep, "ElasticBuffer") else 1
-
-
-def recognised() -> str:
-    """Return version and generation of the module. Raises DeepEpUnavailableError like `load_deep_ep`."""
-    found = generation(load_deep_ep())
-    how = {
-        1: "1.x (Buffer alone)",
-        2: "2.x (its Buffer is used; Phalanx never ran on this generation)",
-    }
-    return f"deep_ep {_installed_version()}, recognised as {how[found]}"
 
 
 @functools.cache
@@ -157,10 +141,6 @@ class DeepEpAllToAll(AllToAll):
     def unsupported_reason(cls, shape: BackendShape) -> str | None:
         reason = super().unsupported_reason(shape) or unsupported_reason(shape)
         return reason or normal_unsupported_reason(shape)
-
-    @classmethod
-    def recognised_package(cls) -> tuple[str, str] | None:
-        return "deep_ep", recognised()
 
     @classmethod
     def kept_bytes(cls, shape: BackendShape) -> int:
@@ -294,7 +274,8 @@ def _parameters(function: Any) -> tuple[str, ...]:
     return () if function is None else tuple(inspect.signature(function).parameters)
 
 
-def _installed_version() -> str:
+def installed_version() -> str:
+    """Return the version of the installed distribution of deep_ep."""
     for distribution in DISTRIBUTIONS:
         try:
             return version(distribution)

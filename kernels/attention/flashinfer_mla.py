@@ -142,18 +142,18 @@ class FlashInferMlaAttention(GraphAttention):
 
     def plan(self, batch: AttentionBatch) -> None:
         self._slots = batch.slot_mapping
-        self._num_decodes, self._num_rows = batch.num_decodes, batch.num_tokens
+        self._num_decodes, self._num_rows = batch.num_single_rows, batch.num_tokens
         self._chunks = []
         # Schedules are copied to the device from pinned memory that this plan overwrites.
         self._plan_copied.synchronize()
-        if batch.num_decodes:
-            lens = batch.seq_lens_cpu[: batch.num_decodes]
+        if batch.num_single_rows:
+            lens = batch.seq_lens_cpu[: batch.num_single_rows]
             pages = Pages(lens, self.block_size)
             pages.ship(torch.empty(pages.total, dtype=torch.int32, device=self._device))
-            table = batch.block_table[: batch.num_decodes]
+            table = batch.block_table[: batch.num_single_rows]
             self._list_pages(table, pages.starts, pages.pages)
             self._plan_decodes(pages.starts_cpu, pages.pages, lens)
-        if batch.num_seqs > batch.num_decodes:
+        if batch.num_seqs > batch.num_single_rows:
             self._plan_extends(batch)
         self._plan_copied.record()
 
@@ -196,7 +196,7 @@ class FlashInferMlaAttention(GraphAttention):
 
     def _plan_extends(self, batch: AttentionBatch) -> None:
         """Plan the sequences behind the decodes: their new rows, then their computed tokens in chunks."""
-        first = batch.num_decodes
+        first = batch.num_single_rows
         starts = batch.query_start_loc_cpu[first:] - batch.query_start_loc_cpu[first]
         self._plan_prompts(self._new_rows, starts, starts, causal=True)
         contexts = batch.seq_lens_cpu[first:] - np.diff(starts)
@@ -309,7 +309,7 @@ class FlashInferMlaAttention(GraphAttention):
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
         assert self._graph_pages is not None, "reserve_graphs comes first"
-        assert batch.num_decodes == batch.num_seqs == batch.num_tokens <= num_rows
+        assert batch.num_single_rows == batch.num_seqs == batch.num_tokens <= num_rows
         self._plan_copied.synchronize()
         pages = Pages(batch.seq_lens_cpu, self.block_size, num_rows)
         assert pages.total <= len(self._graph_pages), "reserve_graphs was given fewer blocks"

@@ -2,13 +2,14 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from kernels.activation import Activation
 from kernels.all2all.base import Layout
 from kernels.block_fp8 import BlockWeights
+from kernels.four_bit import FourBitWeights
 from kernels.interface.backend import Backend, BackendShape
 
 Biases = tuple[torch.Tensor, torch.Tensor]  # b13_e2I, b2_eD
@@ -29,6 +30,7 @@ class GroupedGemm(Backend):
     fp8_dense          beside it, dense products with weights that the checkpoint stores in FP8 run in FP8 too, by
                        `kernels.dense_fp8`
     adds_biases        it adds the biases of experts
+    four_bit           it computes with weights in four bits, of checkpoints that store the experts so
     """
 
     layouts: tuple[Layout, ...] = ("contiguous",)
@@ -41,6 +43,12 @@ class GroupedGemm(Backend):
     fp8_weights: bool = False
     fp8_dense: bool = False
     adds_biases: bool = False
+    four_bit: bool = False
+
+    @classmethod
+    def build(cls, shape: BackendShape) -> Self:
+        """Return the instance of one rank."""
+        return cls()
 
     @classmethod
     def unsupported_reason(cls, shape: BackendShape) -> str | None:
@@ -90,7 +98,7 @@ class GroupedGemm(Backend):
         *,
         device: torch.device | str,
         dtype: torch.dtype,
-    ) -> torch.Tensor | BlockWeights:
+    ) -> torch.Tensor | BlockWeights | FourBitWeights:
         """Return uninitialised [num_experts, rows, columns], in the form and memory order that this product needs."""
         return torch.empty(num_experts, rows, columns, device=device, dtype=dtype)
 

@@ -20,6 +20,8 @@ ALL2ALL = {
 }
 GROUPED_GEMM = {
     "deepgemm_fp8": "kernels.grouped_gemm.deepgemm.DeepGemmFp8",
+    "triton_four_bit": "kernels.grouped_gemm.triton_four_bit.TritonFourBit",
+    "native_four_bit": "kernels.grouped_gemm.native_four_bit.NativeFourBit",
     "native": "kernels.grouped_gemm.native.NativeGroupedGemm",
     "triton": "kernels.grouped_gemm.triton_grouped.TritonGroupedGemm",
     "deepgemm": "kernels.grouped_gemm.deepgemm.DeepGemm",

@@ -23,7 +23,7 @@ from cluster.config.resolve import resolve_rank_config
 from kernels.all2all.payload import RowFormat
 from scripts.bench import ROOT, namespaces
 from scripts.bench.results import Found, add_options, markdown_table, origin, origin_line, save
-from workers.models.checkpoint import make_checkpoint
+from scripts.make_checkpoint import make_checkpoint
 from workers.rank.process import RankProcess
 
 # Nothing connects to Ray, but the checks want an address for several nodes.

@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from cluster.commands import trace_drawing
 from cluster.experiments.gpu_clock import clock_figures, clock_samples
 from kernels.interface import registry
 from scripts.bench import ROOT
@@ -40,13 +39,11 @@ from workers.rank import process_group
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
-from workers.rank.trace_step import trace_step
 
 ALL2ALLS = "copy_engine,symm,deepep"
 LOW_LATENCY = "deepep_low_latency"  # for decodes alone
 BLOCK_SIZE = 16
 CLOCKED_S = 1.6  # of steps of one form, for its clock and power
-DRAWN_LAYERS = 2
 T = TypeVar("T")
 
 
@@ -61,7 +58,6 @@ class Task:
     comm_sms: tuple[int, ...]
     rounds: int
     clocks: bool
-    trace: Path | None
     config: RankConfig
 
     def config_of(self, all2all: str) -> RankConfig:
@@ -104,9 +100,6 @@ class Measurement:
         if self._task.clocks:
             found["clocks"] = self._clocks(max(sizes))
             self._reports(found)
-        if self._task.trace is not None and self._all2all == self._task.all2alls[-1]:
-            found["traced"] = self._trace(max(sizes), self._task.trace)
-            self._reports(found)
 
     def _try_comm_sms(self, size: int) -> dict[str, float]:
         """Milliseconds of a step in ubatches by SMs of the all-to-all."""
@@ -138,16 +131,6 @@ class Measurement:
                     self._timer(self._task.phase, size, form != "whole")
             found[form] = list(_of_ranks(clock_figures(samples)))
         return found
-
-    def _trace(self, size: int, prefix: Path) -> dict[str, Any]:
-        """Draw a step of both forms; return the covered share of each rank. No step can run afterwards."""
-        own = trace_step(self._epoch, self._task.phase, size)
-        traces = list(_of_ranks(own))
-        if self._epoch.process.rank == 0:
-            pair = f"all-to-all {self._all2all}, grouped GEMM {self._task.gemm}"
-            title = f"{self._task.phase} of {size} tokens a rank, {len(traces)} ranks, {pair}"
-            trace_drawing.write(traces, prefix, title, DRAWN_LAYERS)
-        return {"tokens": size, "covered": [round(one.ubatched.covered_share, 4) for one in traces]}
 
     def _reports(self, found: dict[str, Any]) -> None:
         self._report({"all2all": self._all2all, "found": found})
@@ -237,7 +220,6 @@ def tasks(args: argparse.Namespace, folder: Path) -> Iterator[Task]:
                     fp8 = gemm == "deepgemm_fp8"
                     model_copy(args.model, model, layers=args.layers, fp8=fp8)
                 config = rank_config(args, model, gemm, phase, sizes)
-                trace = args.trace and args.trace.with_name(f"{args.trace.name}-{gemm}-{phase}")
                 yield Task(
                     gemm=gemm,
                     phase=phase,
@@ -246,7 +228,6 @@ def tasks(args: argparse.Namespace, folder: Path) -> Iterator[Task]:
                     comm_sms=tuple(args.comm_sms),
                     rounds=args.rounds,
                     clocks=args.clocks and phase == "prefill",
-                    trace=trace,
                     config=config,
                 )
 
@@ -328,7 +309,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--comm-sms", type=counts, default="16,24,32")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--clocks", action="store_true", help="of the largest prefill, both forms")
-    parser.add_argument("--trace", type=Path, help="draw a step of the last all-to-all here")
     add_limits(parser, patience_s=60, budget_s=240)
     add_options(parser)
     args = parser.parse_args()

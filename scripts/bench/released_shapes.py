@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from workers.models.checkpoint import make_checkpoint
+from scripts.make_checkpoint import make_checkpoint
 
 FP8_BLOCKS: dict[str, Any] = {
     "quant_method": "fp8",

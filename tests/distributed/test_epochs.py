@@ -163,8 +163,7 @@ def live(
         assert model is None or model is process.model, "the weights were loaded again"
         model = process.model
         found.measure()
-    if process.snapshots is not None:
-        found.states_restored = process.snapshots.num_restored
+    found.states_restored = process.caches.manager.gauges().get("states_restored", 0)
     process.close()
     gc.enable()
     gc.unfreeze()

@@ -26,7 +26,7 @@ PARAMS = [
 
 
 def run(device: str) -> tuple[list[list[int]], list[list[tuple]]]:
-    table = InputBatch(len(PARAMS), max_model_len=64, block_size=4)
+    table = InputBatch(len(PARAMS), max_model_len=64)
     sampler = Sampler(table, len(PARAMS), V, torch.device(device))
     seqs = []
     for index, params in enumerate(PARAMS):

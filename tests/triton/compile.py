@@ -34,6 +34,7 @@ from tests.triton.launches import CASES, LAUNCHES
 # The others' programs are small and do not wait for each other.
 LARGE = (
     "grouped_gemm_kernel",
+    "grouped_gemm_four_bit_kernel",
     "grouped_gemm_fp8_kernel",
     "hopper_grouped_gemm_kernel",
     "hopper_grouped_gemm_fp8_kernel",

@@ -18,7 +18,7 @@ from kernels.attention.batch import AttentionBatch
 from kernels.block_fp8 import BlockWeights
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from kernels.routing.device_routing import DeviceRouting, route_on_device
-from tests.triton import launches_fp8
+from tests.triton import launches_four_bit, launches_fp8
 from tests.triton.attention_launches import (
     decodes,
     expand_fp8,
@@ -95,7 +95,7 @@ def _linear_attention(at: Inputs, *, prompts: bool, states: str = "float32") -> 
     subject.bind(subject.allocate([spec], 2, torch.bfloat16, device))
     batch = AttentionBatch.dummy_decodes(at.size, device)
     starts = new * batch.query_start_loc_cpu
-    counts = {"num_tokens": new * at.size, "num_decodes": 0 if prompts else at.size}
+    counts = {"num_tokens": new * at.size, "num_single_rows": 0 if prompts else at.size}
     subject.plan(
         replace(
             batch,
@@ -280,6 +280,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "grouped_gemm_with_gelu": partial(_grouped_gemm, activation="gelu"),
     "grouped_gemm_with_biases": partial(_grouped_gemm, activation="clamped_swiglu", biases=True),
     **launches_fp8.CASES,
+    **launches_four_bit.CASES,
     "skinny_linear": partial(_skinny_linear, fp8=False),
     "skinny_linear_fp8": partial(_skinny_linear, fp8=True),
     "push": _push,
@@ -331,6 +332,7 @@ LAUNCHES: dict[str, Callable[[], list[int]]] = {
     "1000_rows_an_expert_with_gelu": partial(_tiles, 1000, "gelu"),
     "1000_rows_an_expert_with_gelu_tanh": partial(_tiles, 1000, "gelu_tanh"),
     **launches_fp8.LAUNCHES,
+    **launches_four_bit.LAUNCHES,
     **{f"push_{ranks}_ranks": partial(_pushes, ranks, None) for ranks in (2, 4, 8)},
     "push_fp8": partial(_pushes, 4, None, fp8=True),
     "push_fp8_on_8_sms": partial(_pushes, 4, 8, fp8=True),

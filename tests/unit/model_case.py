@@ -64,7 +64,7 @@ def make_batch(new_ids: list[list[int]], contexts: list[int], padding: int = 0) 
         num_tokens=len(flat),
         num_token_non_padded=len(flat),
         num_seqs=len(lens),
-        num_decodes=lens.count(1),
+        num_single_rows=lens.count(1),
         input_ids=torch.tensor(flat + [0] * padding, dtype=torch.int64),
         positions=torch.tensor(positions + [0] * padding, dtype=torch.int64),
         slot_mapping=torch.tensor(slots, dtype=torch.int64),

@@ -83,7 +83,9 @@ def test_all_ranks_replay_the_size_of_the_busiest_or_none_replays():
     def of(mode: ForwardMode, num_tokens: int, sizes: GraphSizes = SIZES):
         return vote(num_tokens, **sizes.vote(mode, num_tokens))
 
-    plan = decide(rows(of(ForwardMode.DECODE, 5), of(ForwardMode.DECODE, 17), of(0, 0)), ragged)
+    plan = decide(
+        rows(of(ForwardMode.DECODE, 5), of(ForwardMode.DECODE, 17), of(ForwardMode.IDLE, 0)), ragged
+    )
     assert (plan.graph_mode, plan.padded_tokens) == (GraphMode.DECODE, 20)
     assert plan.num_tokens_across_dp == (5, 17, 0)
     plan = decide(rows(of(ForwardMode.DECODE, 5), of(ForwardMode.EXTEND, 17)), ragged)

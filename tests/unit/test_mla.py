@@ -187,7 +187,7 @@ def test_check_estimates_the_cache_that_a_rank_allocates(tmp_path: Path) -> None
         epoch = Epoch(process, Rendezvous("", 0, "latents"), 5)
         epoch.load()
         info = epoch.start_engine(lambda *_: None, lambda _: None)
-        caches = process.kv_caches
+        caches = process.caches.kv_caches
         width = 32 + 8  # kv_lora_rank and qk_rope_head_dim
         assert [tuple(cache.shape) for cache in caches] == [(24, 16, width)] * model.num_layers
         shape = backend_shape(config, model)

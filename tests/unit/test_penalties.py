@@ -138,7 +138,7 @@ class Rows:
     """A sampler and the table of its sequences."""
 
     def __init__(self, num_rows: int):
-        self.table = InputBatch(num_rows, max_model_len=64, block_size=4)
+        self.table = InputBatch(num_rows, max_model_len=64)
         self.sampler = Sampler(self.table, num_rows, V, CPU)
 
     def admit(self, *requests: "Request") -> "Rows":

@@ -162,7 +162,7 @@ def test_the_stages_of_a_rank(rank: RankProcess) -> None:
     info = epoch.start_engine(lambda ingress_id, outputs: None, lambda step: None)
     assert info.num_blocks == 32
     assert epoch.engine is not None and not epoch.engine.scheduler.has_work
-    assert epoch.engine.scheduler.pool.num_free == 32, "the warm-up left nothing behind"
+    assert epoch.engine.scheduler.cache.pool.usage == 0, "the warm-up left nothing behind"
     epoch.process.close()
 
 
@@ -230,7 +230,7 @@ def test_states_of_a_measured_size_take_the_place_of_the_first(
     epoch.load()
     epoch.size_cache()
     assert sizes == [1 + 4 + 2, 1 + 4 + 9]
-    assert epoch.backends.linear_attention.states is rank.states
+    assert epoch.backends.linear_attention.states is rank.caches.states
     rank.close()
 
 

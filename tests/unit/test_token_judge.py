@@ -41,7 +41,7 @@ def answer(checkpoint: Path) -> Callable[[EngineRequest], list[int]]:
 
     def run(request: EngineRequest) -> list[int]:
         prompt = request.prompt_token_ids
-        table = InputBatch(1, len(prompt) + NEW_TOKENS + 1, block_size=8)
+        table = InputBatch(1, len(prompt) + NEW_TOKENS + 1)
         sampler = Sampler(table, 1, 300, torch.device("cpu"))
         seq = Sequence.from_request(request)
         table.add(seq)

@@ -352,6 +352,7 @@ class Engine:
         try:
             self.stats.record_idle(self.scheduler)
             self._publish_load()
+            self.scheduler.check_integrity()
         except Exception as error:
             self.fail(error)
         with self._changed:

@@ -1,4 +1,6 @@
-"""Linear layers: a weight in the model's dtype or in FP8, and the kernels that multiply by it. Know no block.
+"""Linear layers: a weight in the model's dtype, in FP8 or in four bits, and the kernels that multiply by it.
+
+Know no block.
 
 T tokens, K input width, N output width, I width of gate and of up.
 """
@@ -9,9 +11,10 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from kernels import dense_fp8
+from kernels import dense_four_bit, dense_fp8
 from kernels.activation import Activation
 from kernels.block_fp8 import BlockWeights, Fp8Rows
+from kernels.four_bit import FourBitWeights
 from kernels.fused import fused_kernels
 from kernels.gated_activation import gated_activation
 from kernels.native.dense import dense_kernels
@@ -26,7 +29,7 @@ class Linear(ABC):
     bias     [N] in the model's dtype; None: zeros
     """
 
-    weight: torch.Tensor | BlockWeights
+    weight: torch.Tensor | BlockWeights | FourBitWeights
     bias: torch.Tensor | None
 
     def __call__(
@@ -126,3 +129,27 @@ class Fp8Linear(Linear):
     def activate(self, gate_up_T2I: torch.Tensor, activation: Activation) -> Rows:
         """See Linear."""
         return dense_fp8.activate(gate_up_T2I, activation)
+
+
+class FourBitLinear(Linear):
+    """A weight in four bits; rows stay in the model's dtype."""
+
+    weight: FourBitWeights
+
+    def __init__(self, weight_NK: FourBitWeights, bias_N: torch.Tensor | None = None):
+        self.weight, self.bias = weight_NK, bias_N
+        dense_four_bit.prepare(weight_NK)
+
+    def _multiply(self, x_TK: Rows, start: torch.Tensor | None, partial: bool) -> torch.Tensor:
+        assert isinstance(x_TK, torch.Tensor), "the weight is not in FP8"
+        if start is None or start.dim() == 1:
+            return dense_four_bit.multiply(x_TK, self.weight, start)
+        return dense_four_bit.multiply(x_TK, self.weight).add_(start)
+
+    def takes_fp8(self, x_TK: torch.Tensor) -> bool:
+        """See Linear."""
+        return False
+
+    def activate(self, gate_up_T2I: torch.Tensor, activation: Activation) -> Rows:
+        """See Linear."""
+        return gated_activation(gate_up_T2I, activation)

@@ -1,7 +1,5 @@
 """Reads of config.json that the families with gated delta nets share."""
 
-from typing import Any
-
 from kernels.interface.linear_attention_spec import STATE_ITEM_BYTES, LinearAttentionSpec
 from workers.models.config_reader import ConfigReader
 from workers.specs.model import (
@@ -14,25 +12,7 @@ from workers.specs.model import (
     SharedExpertSpec,
 )
 
-HYBRID_DEFAULTS: dict[str, Any] = {  # of both families, as transformers has them
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "max_position_embeddings": 32768,
-    "rope_theta": 10_000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
+HYBRID_DEFAULTS = {"head_dim": 256, "full_attention_interval": 4}  # as transformers has them
 
 
 def read_hybrid_layers(

@@ -78,7 +78,7 @@ def _joined(layer: LayerWeights, width: int) -> Weights:
 
 def _stacked_experts(layer: LayerWeights, at: str, spec: MoeSpec) -> Weights:
     """One tensor for all experts. Rows of gate and up alternate; unless packed in MXFP4, columns come first."""
-    path, width, mxfp4 = f"{layer.path}mlp.", spec.intermediate_size, layer.mxfp4
+    path, width, four_bit = f"{layer.path}mlp.", spec.intermediate_size, layer.four_bit
     up, down = (2 * width, layer.dim), (layer.dim, width)
     weights = (
         ("gate_up_proj", up, "w13_e2ID", WeightKind.PROJECTION),
@@ -88,14 +88,14 @@ def _stacked_experts(layer: LayerWeights, at: str, spec: MoeSpec) -> Weights:
         for expert in range(spec.num_experts):
             entry = WeightEntry(
                 at + name,
-                shape if mxfp4 else shape[::-1],
+                shape if four_bit else shape[::-1],
                 path + parameter,
                 kind,
                 expert=expert,
                 stacked=spec.num_experts,
-                transposed=not mxfp4,
+                transposed=four_bit is None,
                 interleaved=name == "gate_up_proj",
-                mxfp4=mxfp4,
+                four_bit=four_bit,
             )
             yield entry
             if spec.bias:
@@ -106,7 +106,7 @@ def _stacked_experts(layer: LayerWeights, at: str, spec: MoeSpec) -> Weights:
                     parameter=path + bias,
                     kind=WeightKind.BIAS,
                     transposed=False,
-                    mxfp4=False,
+                    four_bit=None,
                 )
 
 

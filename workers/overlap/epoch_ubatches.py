@@ -148,19 +148,19 @@ class EpochUbatches:
     def largest(self, scheduler: Scheduler, max_model_len: int) -> dict[str, int]:
         """Return the tokens of the largest step of each phase that limits and cache allow."""
         limits = self._config.scheduler
-        num_blocks = scheduler.pool.num_blocks
+        cache = scheduler.cache
         context = tuning.decode_context(max_model_len - 2)
         # The first decodes grow while the prompts of the last decodes are computed, by less than one context. No
         # sequence may be preempted during the measurement.
-        per_decode = scheduler.demand.blocks(2 * context)
+        per_decode = cache.demand.blocks(2 * context)
         decodes = min(
-            limits.max_num_seqs, limits.max_num_batched_tokens // 2, num_blocks // per_decode
+            limits.max_num_seqs, limits.max_num_batched_tokens // 2, cache.num_blocks // per_decode
         )
         return {
             "decode": decodes if context >= MIN_CONTEXT else 0,
             "prefill": min(
                 limits.max_num_batched_tokens,
-                scheduler.demand.tokens(num_blocks) // 2,
+                cache.demand.tokens(cache.num_blocks) // 2,
                 limits.max_num_seqs * (max_model_len - 2),
             ),
         }

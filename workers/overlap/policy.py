@@ -39,10 +39,9 @@ class OverlapPolicy:
 
     def wants(self, mode: ForwardMode, num_tokens: int) -> bool:
         """Return the vote of a rank with this step. An idle rank votes yes, because it runs padding in either form."""
-        if mode == ForwardMode.IDLE:
+        if mode.is_idle():
             return True
-        decodes = mode == ForwardMode.DECODE
-        least = self.min_decode_tokens if decodes else self.min_prefill_tokens
+        least = self.min_decode_tokens if mode.is_decode() else self.min_prefill_tokens
         return least is not None and num_tokens >= least
 
     @property

@@ -26,12 +26,11 @@ from workers.log import set_up_logging
 from workers.rank.checkpoint_holder import CheckpointHolder
 from workers.rank.fence import Fence
 from workers.rank.network import address_on, bind_to_address
-from workers.rank.rank_info import Membership, Pulse, RankInfo, Rendezvous
+from workers.rank.rank_info import Membership, Pulse, RankInfo, RankTrace, Rendezvous
 from workers.rank.step_loop import RankFailedError, StepLoop
 from workers.rank.token_streams import TokenStreams
 from workers.stats.stats_line import INTERVAL_S, stats_fields, stats_line
 from workers.stats.versions import rank_versions
-from workers.trace.spans import RankTrace
 from workers.weights.checkpoint_copy import CopyAddress
 from workers.weights.checkpoint_files import CheckpointFiles, FileFacts
 from workers.wire.inbox import Inbox, InboxSender

@@ -50,11 +50,11 @@ def meet(
     with memory_for("the ranks' group"):
         closing.callback(process_group.leave)
         process_group.join(rendezvous, process.rank, process.dims, process.device, timeout_s, left)
-    sizes = process.num_blocks, process.num_snapshots
+    sizes = process.caches.num_blocks, process.caches.num_snapshots
     found = process_group.gather_json((process.settings(), process.warm, sizes))
     settings, warm, of_ranks = zip(*found, strict=True)
     compare_settings(settings)
-    process.take_sizes(*max(of_ranks))
+    process.caches.take_sizes(*max(of_ranks))
     shared = _share_memory(process, rendezvous, left)
     if shared is not None:
         closing.callback(shared.close)

@@ -92,6 +92,20 @@ class Pulse(NamedTuple):
     overdue: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """The steps of one rank.
+
+    seconds   form -> seconds of a step without the profiler
+    events    Chrome's trace format, JSON compressed by gzip
+    """
+
+    rank: int
+    all2all: str
+    seconds: dict[str, float]
+    events: bytes
+
+
 def start_stages(device: str) -> tuple[str, ...]:
     """Return the stages between joining the group and the first step, in one order on all ranks."""
     return (WEIGHTS, KERNELS, KV_CACHE, GRAPHS) if device == "cuda" else (WEIGHTS, KV_CACHE)

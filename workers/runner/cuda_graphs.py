@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from kernels.attention.base import GraphForm
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-_IDLE = ScheduledBatch([], np.zeros(0, np.int64), 0, 0, np.zeros(0, bool), [])
+_IDLE = ScheduledBatch.of([])
 
 
 @cache
@@ -56,7 +55,7 @@ class ForwardGraph:
     offs_Le: torch.Tensor | None
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """Return float32 logits of the rows that sample; None if no row does or the graph has no logits."""
+        """Return the float32 logits of batch.logits_indices; None without any or if the graph has no logits."""
         if self.logits_TV is None or not len(batch.logits_indices):
             return None
         if len(batch.logits_indices) == batch.num_tokens:
@@ -207,6 +206,7 @@ class StepGraphs:
     def plan(self, batch: ForwardBatch, key: GraphKey) -> ForwardGraph:
         """Plan attention for a replay; the batch was built with `key.rows` rows. Returns the graph to replay."""
         planner, prompts = self._planner(key), key.mode == GraphMode.MIXED
+        assert prompts or batch.forward_mode.is_decode_or_idle(), f"{key} takes one row a sequence"
         form = planner.form(batch, key.rows, prompts=prompts)
         graph = self._graphs.get((key, form))
         assert graph is not None, f"a step replays {key}, which was not captured"

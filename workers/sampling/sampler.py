@@ -76,7 +76,8 @@ class Sampler:
     ) -> SampledTokens:
         """Draw a token for each row, and compute the log-probabilities of rows that want them.
 
-        The float32 logits are overwritten. positions_B int64: position of each new token. Does not wait for the device.
+        The float32 logits are overwritten. A slot comes once for each of its rows. positions_B int64: position of each
+        new token. Does not wait for the device.
         """
         num_logprobs = self._num_logprobs_of(slots_B)
         rows_N = to_device(np.array(list(num_logprobs)), self._device) if num_logprobs else None

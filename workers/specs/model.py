@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 from kernels.activation import Activation
 from kernels.interface.attention_spec import AttentionSpec, MlaDims
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
+from workers.specs.four_bit import FourBitForm
 from workers.specs.quantization import Quantization
 from workers.specs.weight_map import QUANTISABLE, WeightEntry
 
@@ -293,7 +294,7 @@ class ModelConfig:
     skipped   beginnings of the names of tensors that are not read, as those of multi-token prediction
     embedding_factor, logits_factor   on the embeddings and on the logits, for families that have such factors
     renamed   parts of names of tensors as transformers saves them in its own layout, and as the weight map has them
-    mxfp4     the checkpoint holds the experts in MXFP4
+    stacked_form   how the checkpoint packs tensors that hold all experts in four bits; None: it does not
     norm_offset   added to the weights of norms, for families that store their distance from it
     skipped_parts   parts of the checkpoint that are not served, in words, as its vision tower
     """
@@ -314,7 +315,7 @@ class ModelConfig:
     renamed: tuple[tuple[str, str], ...] = ()
     embedding_factor: float = 1.0
     logits_factor: float = 1.0
-    mxfp4: bool = False
+    stacked_form: FourBitForm | None = None
     norm_offset: float = 0.0
     skipped_parts: tuple[str, ...] = ()
 
@@ -379,6 +380,12 @@ def weight_map(config: ModelConfig) -> tuple[WeightEntry, ...]:
     if quantization is None:
         return tuple(entries)
     return tuple(
-        entry._replace(fp8=quantization.form(entry.name)) if entry.kind in QUANTISABLE else entry
-        for entry in entries
+        _stored(entry, quantization) if entry.kind in QUANTISABLE else entry for entry in entries
     )
+
+
+def _stored(entry: WeightEntry, quantization: Quantization) -> WeightEntry:
+    form = quantization.form(entry.name)
+    if isinstance(form, FourBitForm):
+        return entry._replace(four_bit=form)
+    return entry._replace(fp8=form)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from workers.models.config_reader import ConfigReader
-from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.decoder_weights import WeightNames
 from workers.specs.model import (
     GqaSpec,
     LayerSpec,
@@ -14,22 +14,12 @@ from workers.specs.model import (
     RouterSpec,
     SharedExpertSpec,
 )
-from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
-    "vocab_size": 103424,
-    "hidden_size": 2560,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 20,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500_000.0,
     "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 4,
+    "rope_theta": 500_000.0,
     "tie_word_embeddings": True,
-    "moe_intermediate_size": 1536,
-    "moe_k": 6,
-    "moe_num_experts": 64,
     "moe_num_shared_experts": 2,
     "moe_layer_start_index": 1,
     "moe_layer_interval": 1,
@@ -90,8 +80,3 @@ def _layers_with_experts(read: ConfigReader) -> Iterator[bool]:
         end = read.integer_or("moe_layer_end_index", end)
     for layer in range(num_layers):
         yield start <= layer <= end and (layer + 1) % interval == 0
-
-
-def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
-    """Yield every tensor of a checkpoint but scales and those of multi-token prediction."""
-    return decoder_weights(config, NAMES)

@@ -1,13 +1,16 @@
-"""Writes small random checkpoints by transformers, with a byte-level tokenizer, offline.
+"""Writes a small random checkpoint by transformers, with a byte-level tokenizer, offline.
 
-Knows nothing of how a rank loads them.
+python -m scripts.make_checkpoint FOLDER --family qwen3_moe --set num_hidden_layers=2
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workers.models.byte_tokenizer import (
+import yaml
+
+from scripts.byte_tokenizer import (
     END_OF_TEXT,
     IM_END,
     SPECIAL_TOKENS,
@@ -96,6 +99,36 @@ def make_checkpoint(
     return folder
 
 
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--family", default=DEFAULT_FAMILY, help="model_type of config.json")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="field of config.json"
+    )
+    parser.add_argument(
+        "--no-weights", action="store_true", help="only what model.weights: dummy needs"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--overwrite", action="store_true")
+    args = parser.parse_args()
+    fields = dict(field.partition("=")[::2] for field in args.set)
+    try:
+        make_checkpoint(
+            args.folder,
+            family=args.family,
+            weights=not args.no_weights,
+            seed=args.seed,
+            overwrite=args.overwrite,
+            **{name: yaml.safe_load(value) for name, value in fields.items()},
+        )
+    except ValueError as error:
+        parser.error(str(error))
+
+
 def _config_of(family: str, fields: dict[str, Any]) -> "PretrainedConfig":
     """Return the configuration of a small model of `family` with `fields`."""
     from transformers import CONFIG_MAPPING, AutoConfig
@@ -124,3 +157,7 @@ def _config_of(family: str, fields: dict[str, Any]) -> "PretrainedConfig":
     config = AutoConfig.for_model(family, **{"dtype": "float32", **tokens, **sizes})
     config.architectures = [FAMILIES[family].architecture]
     return config
+
+
+if __name__ == "__main__":
+    main()
