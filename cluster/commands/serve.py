@@ -84,7 +84,7 @@ def _start(
         return not http.is_alive()
 
     try:
-        info = ranks.follow("http", http_is_ready)
+        serves = ranks.follow("http", http_is_ready)
     except BaseException:
         stop.set()
         raise
@@ -92,7 +92,7 @@ def _start(
         # A call of Serve starts a new Ray if none runs, so none may come after ray.shutdown.
         if stop.is_set():
             calling_serve.acquire(timeout=HTTP_STOP_S)
-    return None if info is None else f"http://{_url_host(config.serve.host)}:{config.serve.port}"
+    return f"http://{_url_host(config.serve.host)}:{config.serve.port}" if serves else None
 
 
 def _start_http(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.client import group_client, stream_watch
+from cluster.client import group_streams, stream_watch
 from tests.unit import ray_fakes
 from tests.unit.client_scene import Scene, run, scene, use_fakes
 from tests.unit.ray_fakes import FakeRank, until
@@ -258,7 +258,7 @@ def test_a_stream_is_opened_again_once_there_are_descriptors(monkeypatch, caplog
             assert now.answers["a"] == [100, 101, 102, 103]
 
     monkeypatch.setattr(ray_fakes, "FakeRank", FakeRank)
-    monkeypatch.setattr(group_client, "RETRY_S", 0.05)
+    monkeypatch.setattr(group_streams, "RETRY_S", 0.05)
     run(scenario())
     assert "Too many open files" in caplog.text
 
