@@ -83,14 +83,13 @@ def create_app(
     add_metrics_routes(app, backend_provider, settings, metrics)
     add_page_routes(app)
     add_admin_routes(app, backend_provider, settings)
-    complete_openapi(app, with_keys=bool(settings.api_key_digests))
+    complete_openapi(app, with_keys=bool(settings.keys.clients))
     return app
 
 
 def _add_middleware(app: FastAPI, settings: ApiSettings, metrics: IngressMetrics) -> None:
     """Add the middleware; the last added is the outermost."""
-    if settings.api_key_digests:
-        app.add_middleware(ApiKeyAuth, digests=settings.api_key_digests)
+    app.add_middleware(ApiKeyAuth, keys=settings.keys)
     app.add_middleware(RequestContext, metrics=metrics)
     if settings.cors_origins:
         app.add_middleware(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from cluster.config.api_keys import KeyDigests
 from workers.stats.versions import phalanx_version
 
 
@@ -44,8 +45,7 @@ class ApiSettings:
     """How long a client may take to send a body."""
     max_open_choices: int | None = None
     """Choices that run or wait in this ingress; more get a 429. None = no limit."""
-    api_key_digests: tuple[bytes, ...] = field(default=(), repr=False)
-    """SHA-256 of each accepted API key; empty = no key is needed."""
+    keys: KeyDigests = field(default_factory=KeyDigests)
     cors_origins: tuple[str, ...] = ()
     inline_tokenize_chars: int = 8192
     """Longer texts are tokenised in a thread, so that they do not stall running streams."""

@@ -16,6 +16,7 @@ from cluster.api.app import create_app
 from cluster.api.record import Recorder
 from cluster.api.tracing import make_tracer
 from cluster.client.engine_client import EngineClient
+from cluster.config.api_keys import KeyDigests
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.errors import SHUTDOWN_REASON, EngineDeadError
 from cluster.ingress.http_server import HttpServer
@@ -45,11 +46,11 @@ class Ingress:
     listen: answer on serve.host:serve.port. `phalanx serve` sets it and watches the groups itself. Otherwise requests
         come through Serve's proxies, and Serve alone watches: then a failed group makes the replica unhealthy, and the
         replica that replaces it starts the group again.
-    api_key_digests: of the keys that clients may use; without any, no key is needed.
+    keys: digests of the keys of clients and operators.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: PhalanxConfig, *, listen: bool, api_key_digests: tuple[bytes, ...]
+        self, config: PhalanxConfig, *, listen: bool, keys: KeyDigests
     ) -> None:
         name = f"ingress {os.getpid()}"
         set_up_logging(name, config.serve.log_level, config.serve.log_format)
@@ -61,7 +62,7 @@ class Ingress:
         # The tokenizer's import takes seconds; the ranks start meanwhile.
         connected = asyncio.create_task(self._client.connect())
         tokenizer = await asyncio.to_thread(serving_tokenizer, config)
-        settings = api_settings(config, api_key_digests)
+        settings = api_settings(config, keys)
         self._gate = AdmissionGate(settings.max_open_choices)
         self._app = create_app(lambda: self._client, tokenizer, settings, self._gate, recorder)
         self._drain_timeout_s = config.serve.drain_timeout_s
@@ -126,9 +127,7 @@ class Ingress:
             await self._server.stop()
 
 
-def deploy(
-    config: PhalanxConfig, *, listen: bool, api_key_digests: tuple[bytes, ...]
-) -> serve.Application:
+def deploy(config: PhalanxConfig, *, listen: bool, keys: KeyDigests) -> serve.Application:
     """The Serve application of a configuration."""
     actor_options: dict[str, Any] = {"num_cpus": 0}
     if config.cluster.ray_address is not None:
@@ -145,5 +144,5 @@ def deploy(
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=config.serve.drain_timeout_s + KILL_AFTER_S,
     )
-    app: serve.Application = options.bind(config, listen=listen, api_key_digests=api_key_digests)
+    app: serve.Application = options.bind(config, listen=listen, keys=keys)
     return app

@@ -2,6 +2,7 @@
 
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer, load_default_sampling, load_tokenizer
+from cluster.config.api_keys import KeyDigests
 from cluster.config.chat_template import read_chat_template
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import max_num_seqs
@@ -15,13 +16,13 @@ def num_running(config: PhalanxConfig) -> int:
     return config.cluster.ranks * max_num_seqs(config, num_gpus())
 
 
-def api_settings(config: PhalanxConfig, api_key_digests: tuple[bytes, ...] = ()) -> ApiSettings:
+def api_settings(config: PhalanxConfig, keys: KeyDigests | None = None) -> ApiSettings:
     """Return the settings of one ingress. Needs a running Ray."""
     serve = config.serve
     return ApiSettings(
         **serve.limits.model_dump(exclude={"keep_alive_s", "rebuild_wait_s"}),
         max_open_choices=open_choices_limit(serve, num_running(config)),
-        api_key_digests=api_key_digests,
+        keys=keys or KeyDigests(),
         cors_origins=tuple(serve.cors_origins),
         num_replicas=serve.replicas,
         max_stored_responses=serve.responses_store.max_responses,

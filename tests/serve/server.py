@@ -21,6 +21,7 @@ START_TIMEOUT_S = 150
 JOINING = {
     "RAY_AUTH_MODE": "token"
 }  # which `ray.init` chooses by itself only where it starts a Ray
+OPERATOR_KEY = "operator-of-the-tests"
 ACTORS = ("RankActor", "ServeReplica", "SupervisorActor")
 GCS_ADDRESS = re.compile(r"raylet .*--gcs-address=(\S+)")
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -35,7 +36,8 @@ class Server:
         self._joins = joins
         self._others = joins.actors() if joins else []
         command = [sys.executable, "-m", "cluster.cli", "serve", str(config)]
-        environment = os.environ | (JOINING if joins else {})
+        environment = os.environ | {"PHALANX_OPERATOR_KEY": OPERATOR_KEY}
+        environment |= JOINING if joins else {}
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment

@@ -14,6 +14,7 @@ from cluster.commands import start
 from cluster.commands.serve import _delete_application
 from cluster.commands.start import RankStart
 from cluster.commands.stop_signals import StopSignals
+from cluster.config.api_keys import KeyDigests
 from cluster.config.examples import DEMO
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
@@ -39,7 +40,7 @@ def test_the_node_of_an_ingress(
     monkeypatch: pytest.MonkeyPatch, listen: bool, overrides: tuple[str, ...], pinned: bool
 ) -> None:
     monkeypatch.setattr(ingress, "node_address", lambda: "192.0.2.7")
-    app: Any = ingress.deploy(joined(*overrides), listen=listen, api_key_digests=())
+    app: Any = ingress.deploy(joined(*overrides), listen=listen, keys=KeyDigests())
     found = app._bound_deployment.ray_actor_options.get("resources") or {}
     assert found == ({"node:192.0.2.7": 0.001} if pinned else {})
 
