@@ -101,6 +101,17 @@ class AdmissionGate:
         self._empty.clear()
         return ticket
 
+    def resize(self, ticket: Ticket, num_choices: int) -> None:
+        """Change the number of choices of an admitted request, or raise."""
+        if num_choices == ticket.num_choices:
+            return
+        self.num_choices -= ticket.num_choices
+        try:
+            self.check(num_choices)
+            ticket.num_choices = num_choices
+        finally:
+            self.num_choices += ticket.num_choices
+
     def close(self, reason: str) -> None:
         """Refuse all further requests with `reason`."""
         self._closed = reason

@@ -7,9 +7,12 @@ import hmac
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.api.error_format import error_response
+from cluster.api.record import REQUEST_ID
+from cluster.api.request.sender import Sender
 from cluster.config.api_keys import OPERATOR_VARIABLE, KeyDigests, digest
 from cluster.errors import AuthenticationError, ForbiddenError
 
@@ -23,16 +26,33 @@ _CALLER = "phalanx.caller"
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request: the digest of its key, empty without an accepted key."""
+    """The sender of a request.
+
+    digest   of its key; empty without an accepted key
+    name     by which work is shared fairly: that of the key, or the address of a sender without a key
+    """
 
     digest: bytes = b""
     is_operator: bool = False
+    address: str = ""
+
+    @property
+    def name(self) -> str:
+        """See above."""
+        return self.digest.hex() or self.address
 
 
 def caller_of(scope: Scope) -> Caller:
     """Return the sender of a request that has passed the middleware."""
     caller: Caller = scope[_CALLER]
     return caller
+
+
+def sender_of(request: Request) -> Sender:
+    """Return the sender as the preparation of its request sees it."""
+    scope = request.scope
+    request_id = str(scope.get(REQUEST_ID, ""))
+    return Sender(caller_of(scope).name, request_id, request.headers, request.receive)
 
 
 def check_operator(scope: Scope, keys: KeyDigests) -> None:
@@ -62,7 +82,7 @@ class ApiKeyAuth:
             await self._app(scope, receive, send)
             return
         keys = list(_keys(scope))
-        scope[_CALLER] = caller = self._caller(keys)
+        scope[_CALLER] = caller = self._caller(keys, scope)
         if caller.digest or not self._keys.clients or _is_open(scope):
             await self._app(scope, receive, send)
             return
@@ -72,14 +92,15 @@ class ApiKeyAuth:
         )
         await error_response(error, scope)(scope, receive, send)
 
-    def _caller(self, keys: list[bytes]) -> Caller:
+    def _caller(self, keys: list[bytes], scope: Scope) -> Caller:
         """Return the sender by its best key."""
         given = [digest(key) for key in keys]
         for known, is_operator in ((self._keys.operators, True), (self._keys.clients, False)):
             for key in given:
                 if _contains(known, key):
                     return Caller(key, is_operator)
-        return Caller()
+        client = scope.get("client")
+        return Caller(address=client[0] if client else "")
 
 
 def _contains(known: tuple[bytes, ...], given: bytes) -> bool:

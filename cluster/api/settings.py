@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from cluster.config.api_keys import KeyDigests
@@ -47,8 +46,14 @@ class ApiSettings:
     """Choices that run or wait in this ingress; more get a 429. None = no limit."""
     keys: KeyDigests = field(default_factory=KeyDigests)
     cors_origins: tuple[str, ...] = ()
-    inline_tokenize_chars: int = 8192
-    """Longer texts are tokenised in a thread, so that they do not stall running streams."""
+    inline_body_bytes: int = 8 * 1024
+    """Larger bodies are parsed, rendered and tokenised in a thread, so that they do not stall running streams."""
+    thread_body_bytes: int = 64 * 1024
+    """Larger bodies are handled in a process, because a thread holds the interpreter lock for too long in one call."""
+    body_cpu_s: float = 60.0
+    """Processor time that the process of one body may take."""
+    grammar_timeout_s: float = 3.0
+    """Processor time of the compilation of one grammar."""
     stats_timeout_s: float = 2.0
     """How long /metrics waits for the ranks before it answers without them."""
     probe_timeout_s: float = 5.0
@@ -65,5 +70,5 @@ class ApiSettings:
     """Of `tools.FORMATS`; auto = by the chat template."""
     reasoning_parser: str = "auto"
     """think = between <think> and </think>, none = no reasoning; auto = by the chat template."""
-    default_sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
     system_fingerprint: str = field(default_factory=lambda: f"phalanx-{phalanx_version()}")

@@ -27,11 +27,14 @@ IM_END = 258
 Script = Callable[[list[int], SamplingParams], Iterable[list[int]]]
 
 
+# Kept to the end, because processes of large bodies load the tokenizer from there.
+_FOLDER = TemporaryDirectory()
+
+
 @cache
 def tiny_tokenizer() -> ServingTokenizer:
     """Id b < 256 is byte b; 256 to 258 are special; the model has 300 ids."""
-    with TemporaryDirectory() as folder:
-        return load_tokenizer(tiny_checkpoint(Path(folder) / "tiny"))
+    return load_tokenizer(tiny_checkpoint(Path(_FOLDER.name) / "tiny"))
 
 
 def tiny_checkpoint(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Reads the body of a request as one JSON object, within limits. Knows nothing of its fields."""
+"""Reads the body of a request, and parses it as one JSON object, within limits. Knows nothing of its fields."""
 
 import asyncio
 import json
@@ -15,8 +15,8 @@ from cluster.errors import (
 )
 
 
-async def read_json_object(request: Request, settings: ApiSettings) -> dict[str, Any]:
-    """Return the body as a dict. Raises a BadRequestError with the matching status.
+async def read_body(request: Request, settings: ApiSettings) -> bytes:
+    """Return the body. Raises a BadRequestError with the matching status.
 
     The content type must be JSON, because a web page cannot send that type to another origin without CORS. So no page
     in a browser can use a server on loopback.
@@ -30,12 +30,11 @@ async def read_json_object(request: Request, settings: ApiSettings) -> dict[str,
         )
     try:
         async with asyncio.timeout(settings.client_timeout_s):
-            body = await _read_body(request, settings.max_body_bytes)
+            return await _read_body(request, settings.max_body_bytes)
     except TimeoutError:
         raise ClientTimeoutError(
             f"the body did not arrive within {settings.client_timeout_s:g} s"
         ) from None
-    return parse_json_object(body, settings.max_json_depth)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:

@@ -7,13 +7,23 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
 from cluster.api.answer.events import to_json
+from cluster.api.auth import sender_of
 from cluster.api.backend import EngineBackend
+from cluster.api.offload import Offload
+from cluster.api.request.draft import EngineFacts
+from cluster.api.request.sender import Sender
 from cluster.api.response import STREAM_HEADERS
 from cluster.api.responses.background import BackgroundJob
+from cluster.api.responses.draft import (
+    References,
+    ResponseDraft,
+    draft_response,
+    page_of_items,
+)
 from cluster.api.responses.event_log import EventLog
 from cluster.api.responses.factory import ResponseFactory
-from cluster.api.responses.input_items import input_page, query_flag, query_number
-from cluster.api.responses.protocol import ResponsesRequest, parse_responses
+from cluster.api.responses.input_items import query_flag, query_number
+from cluster.api.responses.protocol import ResponsesRequest
 from cluster.api.responses.store import ResponseStore
 from cluster.api.responses.writer import ResponseWriter
 from cluster.api.routes.generation import Admitted, GenerationEndpoint, Prepared
@@ -25,26 +35,38 @@ _ONE = "/v1/responses/{response_id}"
 
 
 def add_responses_routes(
-    app: FastAPI, endpoint: GenerationEndpoint, factory: ResponseFactory, store: ResponseStore
+    app: FastAPI,
+    endpoint: GenerationEndpoint,
+    offload: Offload,
+    factory: ResponseFactory,
+    store: ResponseStore,
 ) -> None:
     """Add the routes."""
+
+    async def make_draft(body: bytes, facts: EngineFacts, sender: Sender) -> ResponseDraft:
+        draft = await offload.on_body(draft_response, body, facts, sender=sender)
+        if isinstance(draft, References):
+            found = factory.find(draft)
+            draft = await offload.on_body(draft_response, body, facts, *found, sender=sender)
+            assert isinstance(draft, ResponseDraft), "it has what it refers to"
+        return draft
 
     @app.post("/v1/responses", openapi_extra=body_schema(ResponsesRequest))
     async def create_response(request: Request) -> Response:
         """Answer a conversation with output items."""
         in_background = False
 
-        async def prepare(parsed: ResponsesRequest, backend: EngineBackend) -> Prepared:
+        async def prepare(draft: ResponseDraft, backend: EngineBackend, sender: Sender) -> Prepared:
             nonlocal in_background
-            in_background = bool(parsed.background)
-            return await factory.prepare(parsed, backend, request.headers)
+            in_background = bool(draft.request.background)
+            return await factory.prepare(draft, backend, sender)
 
-        admitted = await endpoint.admit(request, parse_responses, prepare)
+        admitted = await endpoint.admit(request, make_draft, prepare)
         if not in_background:
             return endpoint.respond(admitted)
         return _start(admitted, lambda emit: endpoint.run(admitted, request.scope, emit), store)
 
-    _add_store_routes(app, store)
+    _add_store_routes(app, offload, store)
 
 
 def _start(
@@ -61,7 +83,7 @@ def _start(
     return _json(store.find(generation.response_id).response)
 
 
-def _add_store_routes(app: FastAPI, store: ResponseStore) -> None:
+def _add_store_routes(app: FastAPI, offload: Offload, store: ResponseStore) -> None:
     @app.get(_ONE, openapi_extra=_query("stream", "starting_after"))
     async def get_response(response_id: str, request: Request) -> Response:
         """A kept response; with stream=true the events of a response that runs or ran in the background."""
@@ -100,7 +122,9 @@ def _add_store_routes(app: FastAPI, store: ResponseStore) -> None:
     @app.get(f"{_ONE}/input_items", openapi_extra=_query("limit", "order", "after"))
     async def list_input_items(response_id: str, request: Request) -> Response:
         """The conversation that a response answers, in pages."""
-        return _json(input_page(store.find(response_id).items, request.query_params))
+        items, query = store.find(response_id).items, dict(request.query_params)
+        page = await offload.run(page_of_items, items, query, sender=sender_of(request))
+        return Response(page, media_type="application/json")
 
 
 def _query(*names: str) -> dict[str, Any]:

@@ -3,16 +3,20 @@
 Belongs to one ingress: replicas share no memory. Knows nothing of HTTP.
 """
 
+import json
 import sys
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.api.answer.events import to_json
 from cluster.api.responses.background import BackgroundJob
 from cluster.api.responses.items import Item
 from cluster.api.settings import ApiSettings
 from cluster.errors import BadRequestError, NotFoundError
+
+_DECODER = json.JSONDecoder()
 
 
 @dataclass(slots=True)
@@ -20,19 +24,27 @@ class StoredResponse:
     """One response.
 
     response    the response object
-    items       the conversation that it answers
+    items       the conversation that it answers, as the JSON of a list of items, each with its id first
     job         its run without a connection, if it has one
     """
 
     response: dict[str, Any]
-    items: list[Item]
+    items: bytes
     job: BackgroundJob | None
     num_bytes: int = 0
 
-    @property
-    def conversation(self) -> list[Item]:
-        """The items of a conversation that goes on after the response."""
-        return [*self.items, *self.response["output"]]
+    def item(self, item_id: str) -> Item | None:
+        """Return an item of the output or of the conversation; None if there is none with this id."""
+        for item in reversed(self.response["output"]):
+            if item["id"] == item_id:
+                found: Item = item
+                return found
+        # In the text of an item the quotes would be escaped.
+        start = self.items.rfind(b'{"id":' + to_json(item_id))
+        if start < 0:
+            return None
+        found, _ = _DECODER.raw_decode(self.items[start:].decode("ascii"))
+        return found
 
     @property
     def is_running(self) -> bool:
@@ -42,7 +54,7 @@ class StoredResponse:
     def count_bytes(self) -> int:
         """Return the memory of the response. Objects that several responses share count in each."""
         log = self.job.log if self.job is not None else None
-        return _size(self.response) + _size(self.items) + (log.num_bytes if log is not None else 0)
+        return _size(self.response) + len(self.items) + (log.num_bytes if log is not None else 0)
 
 
 class ResponseStore:
@@ -97,9 +109,9 @@ class ResponseStore:
         self.check_on(param)
         with self._lock:
             for stored in reversed(self._responses.values()):  # mostly of the last response
-                for item in reversed(stored.conversation):
-                    if item["id"] == item_id:
-                        return item
+                item = stored.item(item_id)
+                if item is not None:
+                    return item
         raise BadRequestError(
             f"{param}: no kept response has an item {item_id[:100]!r}", param=param
         )
@@ -109,7 +121,7 @@ class ResponseStore:
         with self._lock:
             self._responses[response_id].job = job
 
-    def keep(self, response: dict[str, Any], items: list[Item]) -> None:
+    def keep(self, response: dict[str, Any], items: bytes) -> None:
         """Keep a response, or its new state. Drops the responses that were unused for longest, but none that runs."""
         with self._lock:
             earlier = self._responses.get(response["id"])

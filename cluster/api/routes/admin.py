@@ -4,6 +4,7 @@ They need a key of operators, and are off where the server has none.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from cluster.api.answer.events import to_json
 from cluster.api.auth import check_operator
 from cluster.api.backend import EngineBackend
-from cluster.api.request.json_body import read_json_object
+from cluster.api.request.json_body import parse_json_object, read_body
 from cluster.api.request.protocol import as_bad_request
 from cluster.api.settings import ApiSettings
 
@@ -43,6 +44,7 @@ class RestartRequest(BaseModel):
 
 
 T = TypeVar("T", bound=BaseModel)
+_MAX_BODY_BYTES = 64 * 1024  # parsed in the event loop
 
 
 def add_admin_routes(
@@ -50,10 +52,14 @@ def add_admin_routes(
 ) -> None:
     """Add the routes; they are no part of the API's document, which clients read."""
 
+    small = replace(settings, max_body_bytes=_MAX_BODY_BYTES)
+
     async def parse(request: Request, kind: type[T]) -> T:
         check_operator(request.scope, settings.keys)
         try:
-            return kind.model_validate(await read_json_object(request, settings))
+            return kind.model_validate(
+                parse_json_object(await read_body(request, small), settings.max_json_depth)
+            )
         except ValidationError as error:
             raise as_bad_request(error) from None
 
