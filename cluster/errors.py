@@ -13,6 +13,8 @@ class ServingError(Exception):
     error_type = "server_error"
     default_code: str | None = "internal_error"
     retry_after_s: int | None = None
+    should_retry: bool | None = None
+    """Whether clients should send the request again; None = as they decide by the status."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -21,6 +21,7 @@ from cluster.api.request.draft import Draft, Drafter
 from cluster.api.request.generation_factory import GenerationFactory
 from cluster.api.request.protocol import ChatRequest, CompletionRequest
 from cluster.api.request.sender import Sender
+from cluster.api.request.uploads import Uploads
 from cluster.api.responses.factory import ResponseFactory
 from cluster.api.responses.routes import add_responses_routes
 from cluster.api.responses.store import make_store
@@ -71,18 +72,19 @@ def create_app(
     drafter = Drafter(tokenizer, settings)
     offload = Offload(drafter)
     factory = GenerationFactory(drafter, offload.grammars)
-    endpoint = GenerationEndpoint(backend_provider, settings, recorder, gate)
+    uploads = Uploads(settings)
+    endpoint = GenerationEndpoint(backend_provider, settings, recorder, gate, uploads)
     _add_generation_routes(app, endpoint, offload, factory)
-    add_messages_routes(app, endpoint, offload, factory, backend_provider, settings)
+    add_messages_routes(app, endpoint, offload, uploads, factory, backend_provider, settings)
     store = make_store(settings)
-    add_responses_routes(app, endpoint, offload, ResponseFactory(factory, store), store)
+    add_responses_routes(app, endpoint, offload, ResponseFactory(factory, store), store, settings)
     add_other_routes(app)
     add_model_routes(app, backend_provider)
-    add_tokenization_routes(app, backend_provider, offload, settings)
+    add_tokenization_routes(app, backend_provider, offload, uploads, settings)
     add_utility_routes(app, backend_provider, settings, gate)
     add_metrics_routes(app, backend_provider, settings, metrics)
     add_page_routes(app)
-    add_admin_routes(app, backend_provider, settings)
+    add_admin_routes(app, backend_provider, uploads, settings)
     complete_openapi(app, with_keys=bool(settings.keys.clients))
     return app
 
@@ -97,7 +99,7 @@ def _add_middleware(app: FastAPI, settings: ApiSettings, metrics: IngressMetrics
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-should-retry"],
         )
 
 

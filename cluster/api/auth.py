@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.api.error_format import error_response
 from cluster.api.record import REQUEST_ID
 from cluster.api.request.sender import Sender
+from cluster.api.settings import ApiSettings
 from cluster.config.api_keys import OPERATOR_VARIABLE, KeyDigests, digest
 from cluster.errors import AuthenticationError, ForbiddenError
 
@@ -48,11 +49,18 @@ def caller_of(scope: Scope) -> Caller:
     return caller
 
 
-def sender_of(request: Request) -> Sender:
+def sender_of(request: Request, settings: ApiSettings) -> Sender:
     """Return the sender as the preparation of its request sees it."""
-    scope = request.scope
-    request_id = str(scope.get(REQUEST_ID, ""))
-    return Sender(caller_of(scope).name, request_id, request.headers, request.receive)
+    caller = caller_of(request.scope)
+    return Sender(
+        name=caller.name,
+        key="" if caller.is_operator else caller.digest.hex(),
+        salt=caller.digest.hex() if settings.separate_prefixes else "",
+        routes=caller.is_operator or settings.client_routing,
+        request_id=str(request.scope.get(REQUEST_ID, "")),
+        headers=request.headers,
+        receive=request.receive,
+    )
 
 
 def check_operator(scope: Scope, keys: KeyDigests) -> None:

@@ -22,6 +22,10 @@ def error_response(error: ServingError, scope: Scope, status: int | None = None)
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
+    if (
+        error.should_retry is not None
+    ):  # the clients of OpenAI and Anthropic read it before the status
+        headers["x-should-retry"] = str(error.should_retry).lower()
     if isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, ClientTimeoutError):

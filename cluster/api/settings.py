@@ -45,6 +45,12 @@ class ApiSettings:
     max_open_choices: int | None = None
     """Choices that run or wait in this ingress; more get a 429. None = no limit."""
     keys: KeyDigests = field(default_factory=KeyDigests)
+    max_upload_bytes: int = 256 * 1024 * 1024
+    """Of all bodies that arrive or are prepared."""
+    client_routing: bool = True
+    """Clients may set priority and x-data-parallel-rank."""
+    separate_prefixes: bool = False
+    """Requests of different keys share no prefixes in the cache."""
     cors_origins: tuple[str, ...] = ()
     inline_body_bytes: int = 8 * 1024
     """Larger bodies are parsed, rendered and tokenised in a thread, so that they do not stall running streams."""
@@ -56,6 +62,8 @@ class ApiSettings:
     """Processor time of the compilation of one grammar."""
     stats_timeout_s: float = 2.0
     """How long /metrics waits for the ranks before it answers without them."""
+    stats_fresh_s: float = 1.0
+    """How long answers of /metrics, /ranks and /ready are shared by requests."""
     probe_timeout_s: float = 5.0
     """Seconds that a rank may take for the token of a probe by /ready."""
     probe_fresh_s: float = 10.0

@@ -95,7 +95,10 @@ def _start(
         # A call of Serve starts a new Ray if none runs, so none may come after ray.shutdown.
         if stop.is_set():
             calling_serve.acquire(timeout=HTTP_STOP_S)
-    return None if info is None else f"http://{_url_host(config.serve.host)}:{config.serve.port}"
+    scheme = "http" if config.serve.tls_cert_file is None else "https"
+    return (
+        None if info is None else f"{scheme}://{_url_host(config.serve.host)}:{config.serve.port}"
+    )
 
 
 def _start_http(

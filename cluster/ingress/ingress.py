@@ -4,6 +4,7 @@ Shutdown: the gate refuses new requests, open requests get their time, the port 
 """
 
 import asyncio
+import gc
 import logging
 import os
 from typing import Any
@@ -20,7 +21,7 @@ from cluster.config.api_keys import KeyDigests
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.errors import SHUTDOWN_REASON, EngineDeadError
 from cluster.ingress.http_server import HttpServer
-from cluster.ingress.settings import api_settings, serving_tokenizer
+from cluster.ingress.settings import api_settings, key_limits, serving_tokenizer
 from cluster.metrics.metrics import IngressMetrics
 from workers.log import set_up_logging
 from workers.rank.actor import node_address
@@ -63,7 +64,7 @@ class Ingress:
         connected = asyncio.create_task(self._client.connect())
         tokenizer = await asyncio.to_thread(serving_tokenizer, config)
         settings = api_settings(config, keys)
-        self._gate = AdmissionGate(settings.max_open_choices)
+        self._gate = AdmissionGate(settings.max_open_choices, key_limits(config.serve.access))
         self._app = create_app(lambda: self._client, tokenizer, settings, self._gate, recorder)
         self._drain_timeout_s = config.serve.drain_timeout_s
         self._drained: asyncio.Task[None] | None = None
@@ -72,6 +73,7 @@ class Ingress:
             self._server = HttpServer(self._app, config.serve)
             self._server.start()
         await connected
+        gc.freeze()  # modules and tokenizer live as long as the process, and a search through them stops all streams
         self._drainer = asyncio.create_task(self._drain_on_request())
 
     def __serve_build_asgi_app__(self) -> Any:

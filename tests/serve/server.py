@@ -167,7 +167,8 @@ def write_config(folder: Path, checkpoint: Path, port: int, **sections: dict) ->
         "model": {"path": str(checkpoint), "max_model_len": 512},
         "cluster": {"ranks": 2, "device": "cpu"},
         "cache": {"num_blocks": 256},
-        "serve": {"port": port, "model_name": "tiny"},
+        # Tests compare figures of two moments.
+        "serve": {"port": port, "model_name": "tiny", "stats_fresh_s": 0},
     }
     for name, changes in sections.items():
         values[name] = {**values.get(name, {}), **changes}

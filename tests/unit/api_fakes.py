@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from cluster.api.admission import AdmissionGate, KeyLimits
 from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
@@ -195,11 +196,14 @@ class Api:
         self,
         backend: FakeBackend | None = None,
         tokenizer: ServingTokenizer | None = None,
+        limits: KeyLimits | None = None,
         **settings: Any,
     ) -> None:
         self.backend = backend or FakeBackend()
         tokenizer = tokenizer or tiny_tokenizer()
-        self.app = create_app(lambda: self.backend, tokenizer, ApiSettings(**settings))
+        settings = {"stats_fresh_s": 0.0, **settings}
+        gate = None if limits is None else AdmissionGate(limits=limits)
+        self.app = create_app(lambda: self.backend, tokenizer, ApiSettings(**settings), gate)
 
     def client(self) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(app=self.app)

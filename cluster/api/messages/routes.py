@@ -21,8 +21,8 @@ from cluster.api.messages.writer import MessageWriter
 from cluster.api.offload import Offload
 from cluster.api.request.draft import Draft, Drafter, EngineFacts
 from cluster.api.request.generation_factory import GenerationFactory
-from cluster.api.request.json_body import read_body
 from cluster.api.request.sender import Sender
+from cluster.api.request.uploads import Uploads
 from cluster.api.routes.generation import GenerationEndpoint, Prepared
 from cluster.api.routes.openapi import body_schema
 from cluster.api.settings import ApiSettings
@@ -37,14 +37,21 @@ class MessageDraft:
 
     @property
     def num_choices(self) -> int:
-        """See ParsedRequest."""
+        """See DraftedRequest."""
         return 1
+
+    @property
+    def num_tokens(self) -> int:
+        """See DraftedRequest."""
+        (room,) = self.chat.max_tokens
+        return self.chat.num_tokens - room + min(self.max_tokens, room)
 
 
 def add_messages_routes(
     app: FastAPI,
     endpoint: GenerationEndpoint,
     offload: Offload,
+    uploads: Uploads,
     factory: GenerationFactory,
     backend_provider: Callable[[], EngineBackend],
     settings: ApiSettings,
@@ -63,9 +70,9 @@ def add_messages_routes(
     @app.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest))
     async def count_tokens(request: Request) -> Response:
         """The number of tokens of a prompt."""
-        body = await read_body(request, settings)
-        facts = EngineFacts.of(backend_provider())
-        num_tokens = await offload.on_body(_num_tokens, body, facts, sender=sender_of(request))
+        async with uploads.body(request) as body:
+            facts, sender = EngineFacts.of(backend_provider()), sender_of(request, settings)
+            num_tokens = await offload.on_body(_num_tokens, body, facts, sender=sender)
         return Response(to_json({"input_tokens": num_tokens}), media_type="application/json")
 
 

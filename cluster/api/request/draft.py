@@ -74,6 +74,12 @@ class Draft:
         """The number of sequences to generate."""
         return len(self.prompts) * (self.request.n or 1)
 
+    @property
+    def num_tokens(self) -> int:
+        """The most tokens that all sequences can have, with their prompts."""
+        lengths = sum(len(prompt.token_ids) for prompt in self.prompts) + sum(self.max_tokens)
+        return lengths * (self.request.n or 1)
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the fields of the request that a generation does not read."""
         kind = type(self.request)

@@ -6,7 +6,6 @@ Knows nothing of HTTP responses or of how the engine runs the choices.
 import asyncio
 import random
 import uuid
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from cluster.api.request.protocol import (
     check_text,
 )
 from cluster.api.request.sender import Sender
-from cluster.errors import BadRequestError
+from cluster.errors import BadRequestError, ForbiddenError
 
 RANK_HEADER = "x-data-parallel-rank"
 _SEED_MASK = 2**63 - 1
@@ -73,7 +72,7 @@ class GenerationFactory:
             choices=await self._choices(draft, run_id),
             num_choices_per_prompt=request.n or 1,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in draft.prompts),
-            routing=_routing(request, backend, sender.headers),
+            routing=_routing(request, backend, sender),
             grammar_param=draft.output.param,
         )
 
@@ -120,18 +119,19 @@ def _shown(request: CompletionRequest | ChatRequest) -> Shown | None:
     return shown if shown.anything else None
 
 
-def _routing(
-    request: GenerationRequest, backend: EngineBackend, headers: Mapping[str, str]
-) -> dict[str, Any]:
+def _routing(request: GenerationRequest, backend: EngineBackend, sender: Sender) -> dict[str, Any]:
     """Return the options that the request sets; the backend has the defaults."""
     routing: dict[str, Any] = {}
     if request.priority:
+        _check_routes(sender, "priority")
         routing["priority"] = request.priority
     if request.cache_salt:
         check_text(request.cache_salt, "cache_salt")
-        routing["cache_salt"] = request.cache_salt
-    rank = headers.get(RANK_HEADER)
+    if salt := ":".join(filter(None, (sender.salt, request.cache_salt))):
+        routing["cache_salt"] = salt
+    rank = sender.headers.get(RANK_HEADER)
     if rank is not None:
+        _check_routes(sender, RANK_HEADER)
         is_number = rank.isascii() and rank.isdecimal() and len(rank) < 10
         if not is_number or int(rank) >= backend.num_ranks:
             raise BadRequestError(
@@ -140,6 +140,13 @@ def _routing(
             )
         routing["rank"] = int(rank)
     return routing
+
+
+def _check_routes(sender: Sender, param: str) -> None:
+    if not sender.routes:
+        raise ForbiddenError(
+            f"{param} is for operators on this server (serve.access.client_routing)", param=param
+        )
 
 
 def choice_seed(seed: int, i: int) -> int:

@@ -16,10 +16,16 @@ class Sender:
     """A client, or an offline run by default.
 
     name      by which work is shared fairly
+    key       of a client with limits; empty for operators and without keys
+    salt      prefixes in the cache are shared among requests with an equal one
+    routes    may choose priority and rank
     receive   reports the end of the connection, once the body is read; None = there is no connection
     """
 
     name: str = ""
+    key: str = ""
+    salt: str = ""
+    routes: bool = True
     request_id: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     receive: Receive | None = None

@@ -54,6 +54,11 @@ class ResponseDraft:
         """See DraftedRequest."""
         return 1
 
+    @property
+    def num_tokens(self) -> int:
+        """See DraftedRequest."""
+        return self.chat.num_tokens
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the large fields of the request."""
         return self.__dict__ | {"request": self.request.model_copy(update=dict.fromkeys(_BULK))}

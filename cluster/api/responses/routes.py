@@ -29,6 +29,7 @@ from cluster.api.responses.writer import ResponseWriter
 from cluster.api.routes.generation import Admitted, GenerationEndpoint, Prepared
 from cluster.api.routes.openapi import body_schema
 from cluster.api.run import Emit
+from cluster.api.settings import ApiSettings
 from cluster.errors import BadRequestError
 
 _ONE = "/v1/responses/{response_id}"
@@ -40,6 +41,7 @@ def add_responses_routes(
     offload: Offload,
     factory: ResponseFactory,
     store: ResponseStore,
+    settings: ApiSettings,
 ) -> None:
     """Add the routes."""
 
@@ -66,7 +68,7 @@ def add_responses_routes(
             return endpoint.respond(admitted)
         return _start(admitted, lambda emit: endpoint.run(admitted, request.scope, emit), store)
 
-    _add_store_routes(app, offload, store)
+    _add_store_routes(app, offload, store, settings)
 
 
 def _start(
@@ -83,7 +85,9 @@ def _start(
     return _json(store.find(generation.response_id).response)
 
 
-def _add_store_routes(app: FastAPI, offload: Offload, store: ResponseStore) -> None:
+def _add_store_routes(
+    app: FastAPI, offload: Offload, store: ResponseStore, settings: ApiSettings
+) -> None:
     @app.get(_ONE, openapi_extra=_query("stream", "starting_after"))
     async def get_response(response_id: str, request: Request) -> Response:
         """A kept response; with stream=true the events of a response that runs or ran in the background."""
@@ -123,7 +127,7 @@ def _add_store_routes(app: FastAPI, offload: Offload, store: ResponseStore) -> N
     async def list_input_items(response_id: str, request: Request) -> Response:
         """The conversation that a response answers, in pages."""
         items, query = store.find(response_id).items, dict(request.query_params)
-        page = await offload.run(page_of_items, items, query, sender=sender_of(request))
+        page = await offload.run(page_of_items, items, query, sender=sender_of(request, settings))
         return Response(page, media_type="application/json")
 
 

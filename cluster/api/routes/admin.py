@@ -4,7 +4,6 @@ They need a key of operators, and are off where the server has none.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -14,8 +13,9 @@ from starlette.responses import Response
 from cluster.api.answer.events import to_json
 from cluster.api.auth import check_operator
 from cluster.api.backend import EngineBackend
-from cluster.api.request.json_body import parse_json_object, read_body
+from cluster.api.request.json_body import parse_json_object
 from cluster.api.request.protocol import as_bad_request
+from cluster.api.request.uploads import Uploads
 from cluster.api.settings import ApiSettings
 
 
@@ -48,20 +48,20 @@ _MAX_BODY_BYTES = 64 * 1024  # parsed in the event loop
 
 
 def add_admin_routes(
-    app: FastAPI, backend_provider: Callable[[], EngineBackend], settings: ApiSettings
+    app: FastAPI,
+    backend_provider: Callable[[], EngineBackend],
+    uploads: Uploads,
+    settings: ApiSettings,
 ) -> None:
     """Add the routes; they are no part of the API's document, which clients read."""
 
-    small = replace(settings, max_body_bytes=_MAX_BODY_BYTES)
-
     async def parse(request: Request, kind: type[T]) -> T:
         check_operator(request.scope, settings.keys)
-        try:
-            return kind.model_validate(
-                parse_json_object(await read_body(request, small), settings.max_json_depth)
-            )
-        except ValidationError as error:
-            raise as_bad_request(error) from None
+        async with uploads.body(request, _MAX_BODY_BYTES) as body:
+            try:
+                return kind.model_validate(parse_json_object(body, settings.max_json_depth))
+            except ValidationError as error:
+                raise as_bad_request(error) from None
 
     @app.post("/admin/drain", include_in_schema=False)
     async def drain(request: Request) -> Response:

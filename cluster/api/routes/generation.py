@@ -16,8 +16,8 @@ from cluster.api.auth import sender_of
 from cluster.api.backend import EngineBackend
 from cluster.api.record import Recorder
 from cluster.api.request.draft import EngineFacts
-from cluster.api.request.json_body import read_body
 from cluster.api.request.sender import Sender
+from cluster.api.request.uploads import Uploads
 from cluster.api.response import GenerationResponse
 from cluster.api.run import Emit, GenerationRun
 from cluster.api.settings import ApiSettings
@@ -31,6 +31,11 @@ class DraftedRequest(Protocol):
     @property
     def num_choices(self) -> int:
         """The number of sequences to generate."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """The most tokens that all sequences can have, with their prompts."""
         ...
 
 
@@ -48,9 +53,11 @@ class GenerationEndpoint:
         settings: ApiSettings,
         recorder: Recorder,
         gate: AdmissionGate,
+        uploads: Uploads,
     ) -> None:
         self._backend_provider = backend_provider
         self._settings = settings
+        self._uploads = uploads
         self._recorder = recorder
         self._gate = gate
 
@@ -65,14 +72,18 @@ class GenerationEndpoint:
     ) -> "Admitted":
         """Read, admit, draft and prepare a request. The caller must then `respond` or `run`."""
         self._gate.check()  # before all other work, because a refusal must be cheap
-        body = await read_body(request, self._settings)
-        backend = self._backend_provider()
-        self._recorder.metrics.set_model_name(backend.model_name)
-        ticket = self._gate.admit(1)
+        sender = sender_of(request, self._settings)
+        async with self._uploads.body(request) as body:
+            backend = self._backend_provider()
+            self._recorder.metrics.set_model_name(backend.model_name)
+            ticket = self._gate.admit(1, sender.key)
+            try:
+                drafted = await draft(body, EngineFacts.of(backend), sender)
+            except BaseException:
+                ticket.release()
+                raise
         try:
-            sender = sender_of(request)
-            drafted = await draft(body, EngineFacts.of(backend), sender)
-            self._gate.resize(ticket, drafted.num_choices)
+            self._gate.resize(ticket, drafted.num_choices, drafted.num_tokens)
             generation, writer = await prepare(drafted, backend, sender)
         except BaseException:
             ticket.release()

@@ -17,13 +17,13 @@ from cluster.api.backend import EngineBackend
 from cluster.api.offload import Offload
 from cluster.api.request.draft import Drafter, EngineFacts, check_model
 from cluster.api.request.field_schemas import MESSAGES, TOKEN_IDS
-from cluster.api.request.json_body import read_body
 from cluster.api.request.protocol import (
     as_bad_request,
     parse_chat,
     parse_completion,
 )
 from cluster.api.request.tool_options import parse_tool_options
+from cluster.api.request.uploads import Uploads
 from cluster.api.routes.openapi import body_schema
 from cluster.api.settings import ApiSettings
 from cluster.errors import BadRequestError
@@ -68,14 +68,15 @@ def add_tokenization_routes(
     app: FastAPI,
     backend_provider: Callable[[], EngineBackend],
     offload: Offload,
+    uploads: Uploads,
     settings: ApiSettings,
 ) -> None:
     """Add the routes."""
 
     async def answer(work: Work, request: Request) -> Response:
-        body = await read_body(request, settings)
-        facts = EngineFacts.of(backend_provider())
-        content = await offload.on_body(work, body, facts, sender=sender_of(request))
+        async with uploads.body(request) as body:
+            facts, sender = EngineFacts.of(backend_provider()), sender_of(request, settings)
+            content = await offload.on_body(work, body, facts, sender=sender)
         return Response(content, media_type="application/json")
 
     @app.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
