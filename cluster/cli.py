@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cluster.bench.command import API_KEY_VARIABLE, bench
+from cluster.bench.command import bench
 from cluster.bench.options import KeyVariable, ShowProgress
 from cluster.config.api_keys import OPERATOR_VARIABLE
 from cluster.config.examples import DEMO
 from cluster.experiments.command import experiment, report
-from workers.models.registry import DEFAULT_FAMILY
 from workers.stats.versions import phalanx_version
 
 if TYPE_CHECKING:
@@ -81,32 +80,23 @@ def serve(config: ConfigPath = DEMO, overrides: Overrides = None) -> None:
 
 @app.command()
 def batch(
-    config: Annotated[
-        Path | None, typer.Argument(help="YAML configuration; none with --url.", show_default=False)
-    ] = None,
+    config: Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)],
     *,
     input: Annotated[Path, typer.Option(help="Requests in OpenAI's batch format.")],
     output: Annotated[Path, typer.Option(help="Results; a file that exists is resumed.")],
     overrides: Overrides = None,
-    url: Annotated[
-        str | None, typer.Option(help="Send the requests to a running server.", show_default=False)
-    ] = None,
     concurrency: Annotated[
         int | None,
         typer.Option(min=1, help="Requests in flight; by default enough to keep all ranks full."),
     ] = None,
-    api_key_env: KeyVariable = API_KEY_VARIABLE,
     progress: ShowProgress = True,
 ) -> None:
-    """Answer the requests of a file, without HTTP, or with --url by a running server."""
-    if (config is None) == (url is None):
-        typer.echo("error: expected a configuration or --url", err=True)
-        raise typer.Exit(2)
-    settings = None if config is None else _load(config, overrides)
+    """Answer the requests of a file without HTTP, on ranks that this command starts."""
+    settings = _load(config, overrides)
     from cluster.commands.batch import BatchOptions, run_batch
     from cluster.commands.start import ServerError
 
-    options = BatchOptions(input, output, settings, url, concurrency, api_key_env, progress)
+    options = BatchOptions(input, output, settings, concurrency, progress)
     with _user_errors(ServerError, code=1), _user_errors(ValueError):
         code = run_batch(options)
     raise typer.Exit(code)
@@ -120,16 +110,10 @@ def check(
     on_cluster: Annotated[
         bool, typer.Option("--cluster", help="Look at all nodes of the Ray cluster, and compare.")
     ] = False,
-    bandwidth: Annotated[
-        bool, typer.Option("--bandwidth", help="With --cluster: measure each pair of nodes.")
-    ] = False,
 ) -> None:
     """Print a configuration's ranks, backends and memory, or compare a cluster's nodes. Starts no ranks."""
-    if bandwidth and not on_cluster:
-        typer.echo("error: --bandwidth needs --cluster", err=True)
-        raise typer.Exit(2)
     if on_cluster:
-        _check_nodes(_load(config, overrides), bandwidth=bandwidth, as_json=as_json)
+        _check_nodes(_load(config, overrides), as_json=as_json)
         return
     report = _checked(_load(config, overrides))
     if as_json:
@@ -215,17 +199,16 @@ def trace(
     mode: Annotated[
         Literal["prefill", "decode"], typer.Option(help="Prompts, or one token of each sequence.")
     ] = "prefill",
-    out: Annotated[Path, typer.Option(help="Where to write, without the ending.")] = Path("trace"),
-    layers: Annotated[int, typer.Option(min=1, help="Layers to draw, from the middle.")] = 3,
+    out: Annotated[Path, typer.Option(help="Begin of the names of the files.")] = Path("trace"),
 ) -> None:
-    """Run a step on the configured ranks, whole and in ubatches, and draw when what ran."""
+    """Profile a step on the configured ranks, whole and in ubatches, for ui.perfetto.dev."""
     settings = _load(config, overrides)
     from cluster.commands.start import ServerError
     from cluster.commands.trace import trace as run
     from cluster.config.errors import ConfigError
 
     with _user_errors(ServerError, code=1), _user_errors(ConfigError, ValueError):
-        run(settings, mode, tokens, out, layers, typer.echo)
+        run(settings, mode, tokens, out, typer.echo)
 
 
 @app.command("compile")
@@ -255,43 +238,6 @@ def schema() -> None:
     typer.echo(json.dumps(json_schema(), indent=2))
 
 
-@app.command("make-checkpoint")
-def make_checkpoint(
-    path: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
-    family: Annotated[str, typer.Option(help="model_type of config.json.")] = DEFAULT_FAMILY,
-    fields: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="FIELD=VALUE", help="Set a field of config.json; repeatable."
-        ),
-    ] = None,
-    weights: Annotated[
-        bool, typer.Option(help="--no-weights: only what model.weights: dummy needs.")
-    ] = True,
-    seed: int = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
-) -> None:
-    """Write a small random checkpoint with a byte-level tokenizer, offline."""
-    import yaml
-
-    from workers.models import checkpoint
-
-    values = dict(field.partition("=")[::2] for field in fields or ())
-    if "" in values.values():
-        typer.echo("error: --set: expected FIELD=VALUE", err=True)
-        raise typer.Exit(2)
-    with _user_errors(ValueError, OSError):
-        folder = checkpoint.make_checkpoint(
-            path,
-            family=family,
-            weights=weights,
-            seed=seed,
-            overwrite=overwrite,
-            **{name: yaml.safe_load(value) for name, value in values.items()},
-        )
-    typer.echo(f"wrote {folder}")
-
-
 def _load(path: Path, overrides: list[str] | None) -> "PhalanxConfig":
     from cluster.config.errors import ConfigError
     from cluster.config.load import load_config
@@ -300,7 +246,7 @@ def _load(path: Path, overrides: list[str] | None) -> "PhalanxConfig":
         return load_config(path, overrides or [])
 
 
-def _check_nodes(config: "PhalanxConfig", *, bandwidth: bool, as_json: bool) -> None:
+def _check_nodes(config: "PhalanxConfig", *, as_json: bool) -> None:
     """Print the cluster's nodes; exit code 1 if anything is wrong."""
     from rich.console import Console
 
@@ -309,7 +255,7 @@ def _check_nodes(config: "PhalanxConfig", *, bandwidth: bool, as_json: bool) -> 
     from cluster.commands.start import ServerError
 
     with _user_errors(ServerError, code=1):
-        found = check_cluster(config, bandwidth=bandwidth)
+        found = check_cluster(config)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
     else:

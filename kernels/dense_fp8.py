@@ -37,10 +37,10 @@ def multiply(x_TK: Fp8Rows, weights_NK: BlockWeights, *, partial: bool = False) 
 
     partial   allow float32 sums over parts of K, [P, T, N], for `sum_partials`
     """
-    thin = _thin()
-    parts = 1 if thin is None else thin.parts_of(weights_NK)
-    if thin is not None and (parts == 1 or partial) and thin.takes(x_TK, weights_NK, parts):
-        found: torch.Tensor = thin.thin_fp8(x_TK, weights_NK, parts)
+    skinny = _skinny()
+    parts = 1 if skinny is None else skinny.parts_of(weights_NK)
+    if skinny is not None and (parts == 1 or partial) and skinny.takes(x_TK, weights_NK, parts):
+        found: torch.Tensor = skinny.skinny_fp8(x_TK, weights_NK, parts)
         return found
     values = x_TK.values
     out_TN = torch.empty(
@@ -68,13 +68,13 @@ def compile_products(
 
 
 @functools.cache
-def _thin() -> Any:
+def _skinny() -> Any:
     """Return the module of products of few rows, None where its kernel cannot run."""
     if not on_hopper():
         return None
-    from kernels.triton import hopper_thin_fp8
+    from kernels.triton import hopper_skinny_fp8
 
-    return hopper_thin_fp8
+    return hopper_skinny_fp8
 
 
 @functools.cache

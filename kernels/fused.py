@@ -31,8 +31,8 @@ class FusedKernels:
     output_gate_fp8: Callable[[torch.Tensor, torch.Tensor], Fp8Rows]
     route_top_k: Callable[..., Tensors]
     route_groups: Callable[..., Tensors]
-    takes_thin: Callable[[torch.Tensor, torch.Tensor | BlockWeights], bool]
-    thin_linear: Callable[..., torch.Tensor]
+    takes_skinny: Callable[[torch.Tensor, torch.Tensor | BlockWeights], bool]
+    skinny_linear: Callable[..., torch.Tensor]
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def fused_kernels(device_type: str) -> FusedKernels | None:
     from kernels.triton.qk_rope import norm_rotate
     from kernels.triton.route import route_top_k
     from kernels.triton.route_groups import route_groups
-    from kernels.triton.thin_linear import takes_thin, thin_linear
+    from kernels.triton.skinny_linear import skinny_linear, takes_skinny
 
     return FusedKernels(
         add_rms_norm,
@@ -64,6 +64,6 @@ def fused_kernels(device_type: str) -> FusedKernels | None:
         output_gate_fp8,
         route_top_k,
         route_groups,
-        takes_thin,
-        thin_linear,
+        takes_skinny,
+        skinny_linear,
     )

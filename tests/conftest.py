@@ -13,7 +13,10 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
+from tests.integrity import check_every_step
+
 torch.set_num_threads(1)
+check_every_step()
 if not torch.cuda.is_available():
     # For tests/triton. Read when Triton is imported, and libraries of other tests do that.
     os.environ["TRITON_INTERPRET"] = "1"

@@ -88,7 +88,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "head_dim": 24,
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         },
-        "mxfp4": {"quantization": "mxfp4", "sliding_window": 16, "num_heads": 6},
+        "mxfp4": {
+            "quantization": "mxfp4",
+            "sliding_window": 16,
+            "num_heads": 6,
+            "moe_intermediate_size": 64,  # kept in four bits
+        },
     },
     "kimi_k2": {
         "untied": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "n_group": 1},

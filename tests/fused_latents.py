@@ -10,7 +10,7 @@ from kernels.attention.base import Attention
 from kernels.interface.attention_spec import AttentionSpec
 from tests.closeness import calc_diff
 from tests.unit.test_kernels_attention import Pages, Seqs
-from tests.unit.test_latent_attention import LatentRows
+from tests.unit.test_mla import LatentRows
 
 DTYPE = torch.bfloat16
 

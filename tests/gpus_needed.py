@@ -36,7 +36,7 @@ _MODELS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("Mixtral-8x7B", "mixtral", "bfloat16", {}),
     ("Qwen3-Next-80B-A3B", "qwen3_next", "bfloat16", {}),
     ("GLM-4.5-Air", "glm4_moe", "bfloat16", {}),
-    ("gpt-oss-120b", "gpt_oss", "MXFP4, read as bfloat16", {}),
+    ("gpt-oss-120b", "gpt_oss", "MXFP4", {}),
     ("MiniMax-M2", "minimax_m2", "FP8", {}),
     ("DeepSeek-V3, R1", "deepseek_v3", "FP8", {}),
     ("Kimi-K2", "kimi_k2", "FP8", {}),

@@ -159,7 +159,7 @@ class LinearCase:
         return AttentionBatch(
             num_tokens=sum(new),
             num_seqs=len(new),
-            num_decodes=decodes,
+            num_single_rows=decodes,
             query_start_loc_cpu=np.cumsum([0, *new], dtype=np.int32),
             seq_lens_cpu=np.array([sum(seq) for seq in self.seqs], dtype=np.int32),
             block_table=torch.zeros(len(new), 1, dtype=torch.int64, device=self.device),

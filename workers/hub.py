@@ -17,6 +17,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Configuration, tokenizer, chat template and the index of the weights: all that a start reads before the weights.
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
+SUBFOLDERS = "*/*"  # hold other formats and adapters; in the patterns of the Hub, * matches a / too
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -44,6 +45,13 @@ def snapshot_folder(name: str, commit: str) -> Path:
     return Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots", commit)
 
 
+def revisions(name: str, commit: str) -> list[str]:
+    """Return the branches and tags of a commit that this machine has fetched."""
+    folder = snapshot_folder(name, commit).parents[1] / "refs"
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return sorted(str(path.relative_to(folder)) for path in files if path.read_text() == commit)
+
+
 @cache
 def fetch_description(name: str, revision: str | None) -> str:
     """Fetch all files but the weights, and return the commit of `revision`; None is the main branch.
@@ -51,7 +59,7 @@ def fetch_description(name: str, revision: str | None) -> str:
     Without a connection the cached files count. A process reads a branch once. Raises HubError.
     """
     with _no_bars():
-        return _fetch(name, revision, DESCRIPTION).name
+        return _fetch(name, revision, DESCRIPTION, ignored=SUBFOLDERS).name
 
 
 def fetch_weights(path: str, commit: str | None, *, bars: bool = False) -> None:
@@ -90,11 +98,16 @@ def _weight_files(name: str, commit: str) -> list[str]:
         raise HubError(f"{index} cannot be read as a weight index: {error!r}") from error
 
 
-def _fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
+def _fetch(
+    name: str, revision: str | None, files: Sequence[str], *, ignored: str | None = None
+) -> Path:
     from huggingface_hub import snapshot_download
 
     with _reasons(name, revision):
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
+        found = snapshot_download(
+            name, revision=revision, allow_patterns=list(files), ignore_patterns=ignored
+        )
+    return Path(found)
 
 
 def _missing_bytes(name: str, commit: str, files: Sequence[str]) -> int:

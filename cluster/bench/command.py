@@ -1,8 +1,7 @@
-"""The `phalanx bench` command: reads options, writes a table, JSON and a picture."""
+"""The `phalanx bench` command: reads options, writes a table and JSON."""
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +45,6 @@ def bench(
     extra_body: options.ExtraBody = None,
     output: options.Output = None,
     save_requests: options.SaveRequests = False,
-    plot: options.Plot = None,
     progress: options.ShowProgress = True,
 ) -> None:
     """Measure any server of OpenAI's or Anthropic's API with streamed requests, in a closed or an open loop."""
@@ -56,37 +54,22 @@ def bench(
     try:
         load = make_load(given)
         urls = parse_urls(url or [DEFAULT_URL])
-        wanted = Wanted(output, plot, save_requests)
-        wanted.check()
+        check_output(output, save_requests)
         session = _run(load, urls, model, os.environ.get(api_key_env), progress)
     except BenchError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    _show(load, session, wanted)
+    _show(load, session, output, save_requests)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The files to write in addition to the printed table."""
+def check_output(output: Path | None, save_requests: bool) -> None:
+    """Check the options of the JSON file before the load runs."""
+    from cluster.bench.settings import BenchError
 
-    output: Path | None
-    plot: Path | None
-    save_requests: bool
-
-    def check(self) -> None:
-        """Check the paths and matplotlib before the load runs."""
-        from cluster.bench.plot import check_matplotlib
-        from cluster.bench.settings import BenchError
-
-        for option, path in (("--output", self.output), ("--plot", self.plot)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise BenchError(f"{option}: folder {path.absolute().parent} does not exist")
-        if self.save_requests and self.output is None:
-            raise BenchError("--save-requests adds to the JSON; give --output FILE too")
-        if self.plot is not None:
-            if self.plot.suffix.lower() != ".png":
-                raise BenchError(f"--plot {self.plot}: only .png is written")
-            check_matplotlib()
+    if output is not None and not output.absolute().parent.is_dir():
+        raise BenchError(f"--output: folder {output.absolute().parent} does not exist")
+    if save_requests and output is None:
+        raise BenchError("--save-requests adds to the JSON; give --output FILE too")
 
 
 def make_load(given: dict[str, Any]) -> "Load":
@@ -167,27 +150,23 @@ def _run(
     return run(run_session(load, urls, model, headers, Progress.for_terminal(progress)))
 
 
-def _show(load: "Load", session: "Session", wanted: Wanted) -> None:
-    """Print the table, write the files, and exit with the matching code."""
+def _show(load: "Load", session: "Session", output: Path | None, save_requests: bool) -> None:
+    """Print the table, write the file, and exit with the matching code."""
     from rich.console import Console
 
-    from cluster.bench.plot import draw
-    from cluster.bench.report import build_report, describe_load, render
+    from cluster.bench.report import build_report, render
 
     if not session.servers:
         typer.echo("interrupted before the first answer", err=True)
         raise typer.Exit(INTERRUPTED)
-    report = build_report(load, session, wanted.save_requests)
+    report = build_report(load, session, save_requests)
     render(report, Console(highlight=False, markup=False, soft_wrap=True))
-    if wanted.output is not None:
+    if output is not None:
         # With a row each request, an indented file has a line for every chunk.
-        indent = None if wanted.save_requests else 2
+        indent = None if save_requests else 2
         text = json.dumps(report, indent=indent, allow_nan=False) + "\n"
-        wanted.output.write_text(text, encoding="utf-8")
-        typer.echo(f"wrote {wanted.output}")
-    if wanted.plot is not None:
-        draw(session, describe_load(report["load"]), load.goodput, wanted.plot)
-        typer.echo(f"wrote {wanted.plot}")
+        output.write_text(text, encoding="utf-8")
+        typer.echo(f"wrote {output}")
     if session.interrupted:
         raise typer.Exit(INTERRUPTED)
     if not all(server["median"]["completed"] for server in report["servers"]):

@@ -151,10 +151,6 @@ Output = Annotated[
 SaveRequests = Annotated[
     bool, typer.Option("--save-requests", rich_help_panel=OUT, help="A row each request in it.")
 ]
-Plot = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE.png", rich_help_panel=OUT, help="Draw latencies and rates."),
-]
 ShowProgress = Annotated[
     bool, typer.Option("--progress/--no-progress", rich_help_panel=OUT, help="On a terminal.")
 ]

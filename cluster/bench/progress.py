@@ -1,7 +1,6 @@
 """A progress bar with little CPU time, because the client shares its cores with the server."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -9,19 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bar
-    from rich.progress import TaskID
-
-REFRESH_S = 1.0
 
 
 class Progress:
-    """Counts items and draws the bar at most once a second. Without a console it draws nothing."""
+    """Counts items and draws the bar once a second. Without a console it draws nothing."""
 
     def __init__(self, console: "Console | None" = None):
         self._console = console
-        self._bar: tuple[Bar, TaskID] | None = None
-        self._done = 0
-        self._drawn_at = 0.0
+        self._bar: Bar | None = None
         self._note: Callable[[], str] = str
 
     @property
@@ -49,20 +43,11 @@ class Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        self._done, self._note = done, note
-        # No refresh by itself: that is a thread which wakes ten times a second.
-        bar = Bar(
-            *columns,
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=self._console,
-            auto_refresh=False,
-            transient=True,
-        )
-        with bar:
-            self._bar = (bar, bar.add_task(title, total=total, completed=done, note=note()))
-            bar.refresh()
+        names, notes = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+        columns = (names, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), notes)
+        with Bar(*columns, console=self._console, refresh_per_second=1, transient=True) as bar:
+            bar.add_task(title, total=total, completed=done, note=note())
+            self._bar, self._note = bar, note
             try:
                 yield
             finally:
@@ -70,12 +55,5 @@ class Progress:
 
     def advance(self) -> None:
         """Count one item."""
-        self._done += 1
-        if self._bar is None:
-            return
-        now = time.perf_counter()
-        if now - self._drawn_at >= REFRESH_S:
-            self._drawn_at = now
-            bar, task = self._bar
-            bar.update(task, completed=self._done, note=self._note())
-            bar.refresh()
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], advance=1, note=self._note())

@@ -108,7 +108,7 @@ def render(report: Mapping[str, Any], console: Console) -> None:
     hardware, servers = report["hardware"], report["servers"]
     gpus = ", ".join(hardware["gpus"]) or "no GPU"
     rounds = report["load"]["rounds"]
-    console.print(f"{describe_load(report['load'])}, median of {rounds} round(s)")
+    console.print(f"{_describe_load(report['load'])}, median of {rounds} round(s)")
     console.print(f"{hardware['cpu']}, {hardware['cores']} cores, {gpus}")
     if report["interrupted"]:
         console.print("interrupted: only the requests that ended are counted")
@@ -125,7 +125,7 @@ def render(report: Mapping[str, Any], console: Console) -> None:
             console.print(f"{server['name']}: {remark}")
 
 
-def describe_load(load: Mapping[str, Any]) -> str:
+def _describe_load(load: Mapping[str, Any]) -> str:
     """Describe a load in one line."""
     if load["request_rate"] is None:
         how = f"{load['concurrency']} in flight"

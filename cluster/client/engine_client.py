@@ -9,7 +9,7 @@ import math
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -148,12 +148,7 @@ class EngineClient(OperatorCalls):
 
     async def groups(self) -> list[dict[str, Any]]:
         """The state of each group, see `GroupStatus.to_json`."""
-        if self._supervisor is None:
-            raise EngineDeadError("the supervisor is starting")
-        try:
-            statuses: list[GroupStatus] = await self._supervisor.status.remote()
-        except RayError as error:
-            raise EngineDeadError(f"the supervisor does not answer: {error}") from error
+        statuses: list[GroupStatus] = await self._call_supervisor("status")
         return [status.to_json() for status in statuses]
 
     async def rank_stats(self) -> list[dict[str, Any]]:
@@ -166,13 +161,16 @@ class EngineClient(OperatorCalls):
 
     async def ingress_metrics(self, own: Snapshot) -> Snapshot:
         """The sum of the counts of all ingresses; `own` are the counts of this one."""
+        total: Snapshot = await self._call_supervisor("ingress_metrics", self._ingress_id, own)
+        return total
+
+    async def _call_supervisor(self, method: str, *args: Any) -> Any:
         if self._supervisor is None:
             raise EngineDeadError("the supervisor is starting")
         try:
-            total: Snapshot = await self._supervisor.ingress_metrics.remote(self._ingress_id, own)
+            return await getattr(self._supervisor, method).remote(*args)
         except RayError as error:
             raise EngineDeadError(f"the supervisor does not answer: {error}") from error
-        return total
 
     async def close(self) -> None:
         """Give the lease back and stop listening."""
@@ -258,8 +256,8 @@ class EngineClient(OperatorCalls):
             for index, members in enumerate(registration.groups)
         ]
         try:
-            for group in groups:
-                await group.open()
+            for index, group in enumerate(groups):
+                await group.open(partial(self._submit_lost, lease_id, index), self._fail_streams)
         except BaseException:
             for group in groups:
                 group.close()
@@ -298,31 +296,38 @@ class EngineClient(OperatorCalls):
                 if await self._supervisor.heartbeat.remote(
                     self._ingress_id, self._lease_id, counts
                 ):
+                    for group in self._groups if self._serving.is_set() else ():
+                        group.check_silence()
                     continue
                 if not self._serving.is_set():
                     continue  # the next epoch gets a new lease
                 logger.warning(
                     "the lease of this ingress has expired; its streams are opened again"
                 )
-                await self._reopen(abort=True)
+                await self._reopen(rebuilt=False)
             except RayError as error:
                 logger.debug("no heartbeat: %s", error)  # _follow_healths learns of the failure
 
-    async def _reopen(self, *, abort: bool) -> None:
+    async def _reopen(self, *, rebuilt: bool) -> None:
         """Open new streams and submit the open requests again, with the tokens that they have emitted.
 
-        abort: the ranks live on, and one may have got a request after it closed the old stream
+        rebuilt: a group is in another epoch; otherwise the ranks have aborted the requests of the lease that expired
         """
         async with self._reopening:
             members = await self._open_streams()
             requests = [request for request in self._open.values() if not request.finished]
-            if not abort:
+            if rebuilt:
                 self._set_aside_poison(requests, members)
-            for request in sorted(requests, key=turn):
-                if request.finished:
-                    continue
-                if abort:
-                    self._abort(request)
+            self._submit_all_again(requests)
+
+    def _submit_lost(self, lease: str, group: int, rank: int) -> None:
+        """Submit the requests again that a rank has aborted, because their stream had lost a message."""
+        if lease == self._lease_id:
+            self._submit_all_again(it for it in self._open.values() if it.place == (group, rank))
+
+    def _submit_all_again(self, requests: Iterable[OpenRequest]) -> None:
+        for request in sorted(requests, key=turn):
+            if not request.finished:
                 self._submit_again(request)
 
     def _submit_again(self, request: OpenRequest) -> None:
@@ -346,7 +351,7 @@ class EngineClient(OperatorCalls):
         """Continue in the new epoch of a group. After a RayError the caller tries again: the group may have failed."""
         old_lease = self._lease_id
         try:
-            await self._reopen(abort=False)
+            await self._reopen(rebuilt=True)
         except RayError as error:
             logger.debug("the new epoch cannot be reached: %s", error)
             await asyncio.sleep(RETRY_S)
@@ -379,6 +384,9 @@ class EngineClient(OperatorCalls):
 
     def _pairs(self) -> Iterator[tuple[GroupHealth, GroupClient]]:
         return zip(self._healths, self._groups, strict=True)
+
+    def _fail_streams(self, error: BaseException) -> None:
+        self._fail(GroupHealth("failed", 0, f"the streams of this ingress failed: {error!r}"))
 
     def _fail(self, health: GroupHealth) -> None:
         """End every open request with the error of a group."""

@@ -1,12 +1,10 @@
-"""`phalanx batch`: run the requests of a file on ranks that this process starts, or on a running server."""
+"""`phalanx batch`: run the requests of a file on ranks that this process starts."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from cluster.bench import loop
 from cluster.bench.progress import Progress
 from cluster.commands.stop_signals import StopSignals
 from cluster.config.phalanx_config import PhalanxConfig
@@ -16,30 +14,26 @@ from cluster.offline.batch_output import BatchOutput
 from workers.log import set_up_logging
 
 ALL_ANSWERED, FAILED, WRONG, WITH_ERRORS, STOPPED = 0, 1, 2, 3, 130
-REMOTE_CONCURRENCY = 64
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """The options of the command; one of `config` and `url` is set.
+    """The options of the command.
 
-    concurrency  requests in flight; None = twice the sequences that the ranks run at once, or REMOTE_CONCURRENCY
-    api_key_env  the environment variable with the API key of the server at `url`
+    concurrency  requests in flight; None = twice the sequences that the ranks run at once
     """
 
     input: Path
     output: Path
-    config: PhalanxConfig | None
-    url: str | None
+    config: PhalanxConfig
     concurrency: int | None
-    api_key_env: str
     progress: bool
 
 
 def run_batch(options: BatchOptions) -> int:
     """Run the batch, print its state to stderr, and return the exit code.
 
-    0: each line has an answer. 1: the ranks or the server failed. 2: the files do not fit. 3: each line has a result,
+    0: each line has an answer. 1: the ranks failed. 2: the files do not fit. 3: each line has a result,
     and some are errors. 130: a signal ended the batch. After 1 and 130 the same command resumes.
 
     Raises ServerError, ConfigError and BackendChoiceError when the ranks do not start.
@@ -47,8 +41,7 @@ def run_batch(options: BatchOptions) -> int:
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     stop = StopSignals()
     stop.install()
-    if options.config is not None:
-        set_up_logging("batch", options.config.serve.log_level, options.config.serve.log_format)
+    set_up_logging("batch", options.config.serve.log_level, options.config.serve.log_format)
     try:
         lines = BatchInput(options.input)
         output = BatchOutput(options.output)
@@ -83,9 +76,6 @@ def _run(run: BatchRun, options: BatchOptions, stop: StopSignals, console: Conso
 
 def _answer(run: BatchRun, options: BatchOptions, stop: StopSignals, console: Console) -> None:
     """Answer lines until all have a result, or a signal."""
-    if options.config is None:
-        loop.run(_answer_remote(run, options, stop))
-        return
     from cluster.offline.engine import OfflineEngine, StoppedError
 
     try:
@@ -98,13 +88,3 @@ def _answer(run: BatchRun, options: BatchOptions, stop: StopSignals, console: Co
         engine.run(run.run(server, concurrency, stop.is_set))
     finally:
         engine.close()
-
-
-async def _answer_remote(run: BatchRun, options: BatchOptions, stop: StopSignals) -> None:
-    from cluster.offline.remote import RemoteServer, make_client
-
-    assert options.url is not None
-    concurrency = options.concurrency or REMOTE_CONCURRENCY
-    key = os.environ.get(options.api_key_env)
-    async with make_client(options.url, key, concurrency) as client:
-        await run.run(RemoteServer(client), concurrency, stop.is_set)

@@ -6,7 +6,7 @@ machine.
 
 import importlib.metadata
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.table import Table
 from cluster.api.tracing import check_tracing
 from cluster.commands.check_backends import alternatives, probe_or_assume
 from cluster.commands.check_memory import RankRow, rank_rows, too_little_on_gpu
+from cluster.commands.check_room import refuse_too_large
 from cluster.commands.check_steps import (
     check_comm_sms,
     graph_line,
@@ -29,10 +30,15 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import available_cores, check_num_ranks, resolve_rank_config
 from kernels.backends import select
 from kernels.host.cache_folder import use_cache_folder
-from kernels.interface.registry import SEAMS, backend_class
-from workers.config import RankConfig, not_for_answers
+from workers import hub
+from workers.config import ModelSection, RankConfig, not_for_answers
 from workers.models.registry import load_model_config
-from workers.rank.backend_choice import backend_shape, fp8_is_not_kept, slow_attention
+from workers.rank.backend_choice import (
+    backend_shape,
+    four_bits_are_widened,
+    fp8_is_not_kept,
+    slow_attention,
+)
 from workers.rank.device_memory import size
 from workers.specs.model import ModelConfig
 
@@ -41,18 +47,18 @@ from workers.specs.model import ModelConfig
 class CheckReport:
     """Everything the command prints.
 
+    checkpoint     of the Hub: the model, its commit, and the branches and tags that lead there; None for a folder
     steps          what of `cuda_graphs` and ubatches comes to pass, and why
     alternatives   family to the backends that were not chosen, with why they cannot run, "" for those that could
-    packages       what was recognised in a package that is known in several generations
     assumed        what could not be looked at on this machine
     """
 
     config: dict[str, Any]
+    checkpoint: str | None
     ranks: list[RankRow]
     backends: dict[str, dict[str, str]]
     steps: dict[str, str]
     alternatives: dict[str, dict[str, str]]
-    packages: dict[str, str]
     assumed: str
     warnings: list[str]
 
@@ -66,7 +72,8 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
 
     Raises BackendChoiceError when a named backend cannot run, GraphsUnavailableError when CUDA graphs are demanded and
     cannot be, ApiKeyError when the keys cannot be used, ConfigError when traces are wanted and their library is
-    missing, overlap.comm_sms leaves nothing of the GPU, or the ranks are too many for this machine.
+    missing, overlap.comm_sms leaves nothing of the GPU, a rank's weights are larger than its GPU, or the ranks are too
+    many for this machine.
     """
     use_cache_folder(config.kernels.cache)
     check_tracing(config.serve.tracing)
@@ -84,9 +91,12 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
     ranks = rank_rows(
         rank_config, model, selection, shape, num_ubatches=num_ubatches, graphs=graphs
     )
+    if rank_config.device == "cuda":
+        refuse_too_large(rank_config, model, selection, unavailable, shape, config.kernels)
     reasons = selection.reasons()
     return CheckReport(
         config=_resolved_tree(config, rank_config),
+        checkpoint=_checkpoint(config.model),
         ranks=ranks,
         backends={
             family: {"name": name, "reason": reasons[family]}
@@ -94,24 +104,21 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
         },
         steps={"cuda_graphs": graph_reason, **overlap},
         alternatives=alternatives(selection, unavailable, shape),
-        packages={} if assumed else _packages(unavailable, rank_config.device),
         assumed=assumed,
         warnings=[
             *slow_attention(config.kernels, selection, unavailable, shape),
+            *four_bits_are_widened(model, selection, unavailable, shape),
             *_warnings(config, rank_config, model, selection, ranks, num_api_keys),
         ],
     )
 
 
-def _packages(unavailable: Mapping[str, str], device: str) -> dict[str, str]:
-    """The recognised generation of each package that exists in several, if a backend can use it."""
-    packages = (
-        backend_class(seam, name).recognised_package()
-        for seam, names in SEAMS.items()
-        for name in names
-        if device in backend_class(seam, name).devices and f"{seam}.{name}" not in unavailable
-    )
-    return dict(package for package in packages if package is not None)
+def _checkpoint(model: ModelSection) -> str | None:
+    if model.revision is None:
+        return None
+    revisions = hub.revisions(model.path, model.revision)
+    names = f" ({', '.join(revisions)})" if revisions else ""
+    return f"{model.path}, commit {model.revision}{names}"
 
 
 def _resolved_tree(config: PhalanxConfig, rank_config: RankConfig) -> dict[str, Any]:
@@ -213,14 +220,14 @@ def render(report: CheckReport, console: Console) -> None:
     """Print a report for people."""
     console.print("configuration", style="bold")
     _render_tree(report.config, "  ", console)
+    if report.checkpoint is not None:
+        console.print(f"checkpoint: {report.checkpoint}", soft_wrap=True)
     console.print(_rank_table(report.ranks))
     console.print("backends", style="bold")
     for family, choice in report.backends.items():
         console.print(f"  {family:<18}{choice['name']:<20}{choice['reason']}")
         for name, unsupported_reason in report.alternatives[family].items():
             console.print(f"  {'':<18}{name:<20}{unsupported_reason or 'could run'}", style="dim")
-    for name, recognised in report.packages.items():
-        console.print(f"  {name:<18}{recognised}", style="dim")
     console.print("steps", style="bold")
     for name, outcome in report.steps.items():
         console.print(f"  {name:<18}{outcome}")

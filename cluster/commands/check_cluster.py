@@ -4,7 +4,6 @@ Differences between nodes are errors, because ranks compute in lockstep: the slo
 decides for all.
 """
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,14 +12,11 @@ from typing import Any
 
 from cluster.commands.start import start_ray
 from cluster.config.phalanx_config import PhalanxConfig
-from cluster.config.resolve import resolve_device
 from workers.rank.node_facts import NodeFacts
-from workers.rank.node_probe import NodeProbe, PairSpeed
-from workers.rank.rank_info import Rendezvous
+from workers.rank.node_probe import NodeProbe
 from workers.weights.checkpoint_files import CheckpointFiles
 
 ANSWER_S = 60.0
-PAIR_S = 60.0
 NUM_CLOCK_READINGS = 5
 MAX_SKEW_S = 1.0
 
@@ -41,10 +37,9 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class ClusterReport:
-    """All nodes, the speed of each pair if it was measured (or its error), and what is wrong."""
+    """All nodes, and what is wrong."""
 
     nodes: list[NodeReport]
-    pairs: dict[str, PairSpeed | str]
     errors: list[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -52,7 +47,7 @@ class ClusterReport:
         return asdict(self)
 
 
-def check_cluster(config: PhalanxConfig, *, bandwidth: bool) -> ClusterReport:
+def check_cluster(config: PhalanxConfig) -> ClusterReport:
     """Look at the Ray cluster of the configuration. Raises ServerError when it cannot be joined."""
     import ray
 
@@ -62,15 +57,12 @@ def check_cluster(config: PhalanxConfig, *, bandwidth: bool) -> ClusterReport:
         probes = {node["NodeManagerAddress"]: _probe(config, node) for node in nodes}
         names = {node["NodeManagerAddress"]: node["NodeManagerHostname"] for node in nodes}
         reports = _look(probes, names)
-        pairs = _measure_pairs(config, probes, reports) if bandwidth else {}
-        return ClusterReport(reports, pairs, list(find_errors(config, reports, pairs)))
+        return ClusterReport(reports, list(find_errors(config, reports)))
     finally:
         ray.shutdown()
 
 
-def find_errors(
-    config: PhalanxConfig, nodes: Sequence[NodeReport], pairs: Mapping[str, PairSpeed | str]
-) -> Iterator[str]:
+def find_errors(config: PhalanxConfig, nodes: Sequence[NodeReport]) -> Iterator[str]:
     """Yield each difference and each defect, with its nodes."""
     if len(nodes) < config.cluster.nodes:
         yield f"cluster.nodes is {config.cluster.nodes}, the Ray cluster has {len(nodes)} node(s)"
@@ -83,7 +75,6 @@ def find_errors(
             yield f"{node.name}: its clock is {node.skew_s:+.1f} s off this machine's; run NTP on all nodes"
     yield from differences({n.name: n.facts.equal for n in nodes if n.facts is not None})
     yield from _checkpoint_errors(config, nodes)
-    yield from (f"{pair}: {speed}" for pair, speed in pairs.items() if isinstance(speed, str))
 
 
 def differences(facts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
@@ -192,30 +183,3 @@ def _answer(calls: Sequence[Any], deadline: float) -> list[Any] | str:
     except RayError as error:
         lines = str(error).strip().splitlines()
         return lines[-1] if lines else type(error).__name__
-
-
-def _measure_pairs(
-    config: PhalanxConfig, probes: Mapping[str, Any], nodes: Sequence[NodeReport]
-) -> dict[str, PairSpeed | str]:
-    """Measure each pair of nodes alone, one after another."""
-    gpus = [len(node.facts.free_gpu_memory) for node in nodes if node.facts is not None]
-    device = resolve_device(config, sum(gpus))
-    living = [node for node in nodes if not node.error]
-    return {
-        f"{one.name} - {other.name}": _measure(probes[one.address], probes[other.address], device)
-        for one, other in itertools.combinations(living, 2)
-    }
-
-
-def _measure(one: Any, other: Any, device: str) -> PairSpeed | str:
-    met = _answer([one.host_store.remote()], time.monotonic() + PAIR_S)
-    if isinstance(met, str):
-        return met
-    host, port = met[0]
-    meet = Rendezvous(host, port, f"check-{port}")
-    calls = [
-        probe.measure.remote(meet, index, device, PAIR_S)
-        for index, probe in enumerate((one, other))
-    ]
-    found = _answer(calls, time.monotonic() + 2 * PAIR_S)
-    return found if isinstance(found, str) else found[0]

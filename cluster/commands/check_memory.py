@@ -94,6 +94,7 @@ def rank_rows(
                 dtype,
                 fp8_experts=selection.fp8_experts,
                 fp8_dense=selection.fp8_dense,
+                in_four_bits=selection.four_bit_experts,
             ),
             kv_bytes=None,
             buffer_bytes=held.kept + step,
@@ -114,13 +115,13 @@ def _kv_bytes(config: RankConfig, block_bytes: int, row: RankRow) -> int | None:
     cache = config.cache
     if cache.num_blocks != "auto":
         return cache.num_blocks * block_bytes
-    total = _gpu_bytes()
+    total = gpu_bytes()
     return None if total is None else max(0, int(total * cache.memory_fraction) - row.fixed_bytes)
 
 
 def too_little_on_gpu(config: RankConfig, rows: Sequence[RankRow]) -> str | None:
     """Return why the ranks of this table do not fit on GPUs like the one here, with what to change; or None."""
-    total, cache = _gpu_bytes(), config.cache
+    total, cache = gpu_bytes(), config.cache
     if total is None:
         return None
     row = max(rows, key=lambda row: row.fixed_bytes)
@@ -148,7 +149,7 @@ def too_little_on_gpu(config: RankConfig, rows: Sequence[RankRow]) -> str | None
     )
 
 
-def _gpu_bytes() -> int | None:
+def gpu_bytes() -> int | None:
     """Return the memory of this machine's first GPU; all GPUs are assumed to be equal."""
     if not torch.cuda.is_available():
         return None

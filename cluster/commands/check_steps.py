@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import torch
 
 from cluster.config.errors import ConfigError, Problem
+from kernels.all2all.base import AllToAll
 from kernels.backends.select import Selection
 from kernels.host.hopper import on_hopper
 from workers.config import OverlapConfig, SchedulerConfig
-from workers.overlap.policy import configured, too_many_sms
+from workers.overlap.policy import OverlapPolicy, configured, too_many_sms
 from workers.runner.graph_sizes import GraphSizes, graphs_off, graphs_to_capture
 
 MEASURED = "measured at the start"
@@ -50,31 +51,28 @@ def overlap_lines(config: OverlapConfig, selection: Selection) -> tuple[int, dic
         lines[phase] = f"from {least} {what} of a rank on ({policy.reasons[phase]})"
         if phase in unknown:
             lines[phase] = f"{MEASURED}: from how many {what} of a rank on it pays"
-    lines["comm_sms"] = _comm_sms(config, all2all.name, all2all.sm_choices)
+    lines["comm_sms"] = _comm_sms(config, policy, all2all)
     return config.num_ubatches, lines
 
 
-def _comm_sms(config: OverlapConfig, name: str, choices: tuple[int, ...]) -> str:
-    if not choices:
+def _comm_sms(config: OverlapConfig, policy: OverlapPolicy, all2all: type[AllToAll]) -> str:
+    if not all2all.sm_choices:
         ignored = "" if config.comm_sms == "auto" else ", overlap.comm_sms is ignored"
-        return f"no limit: {name} takes none{ignored}"
-    if config.comm_sms == "auto":
-        return f"{MEASURED}: no limit or {', '.join(map(str, choices))}"
-    return f"{config.comm_sms} (overlap.comm_sms)"
+        return f"no limit: {all2all.name} takes none{ignored}"
+    if policy.comm_sms is None:
+        return f"{MEASURED}: no limit or {', '.join(map(str, all2all.sm_choices))}"
+    return f"{policy.comm_sms} ({policy.reasons['comm_sms']})"
 
 
 def check_comm_sms(config: OverlapConfig, selection: Selection, num_ubatches: int) -> None:
     """Raise ConfigError if overlap.comm_sms takes all multiprocessors of a GPU of this machine."""
-    wanted = config.comm_sms
-    if (
-        wanted == "auto"
-        or not num_ubatches
-        or not selection.all2all_class.sm_choices
-        or not torch.cuda.is_available()
-    ):
+    all2all = selection.all2all_class
+    comm_sms = configured(config, all2all)[0].comm_sms
+    unlimited = not num_ubatches or not all2all.sm_choices
+    if comm_sms is None or unlimited or not torch.cuda.is_available():
         return
     found = torch.cuda.get_device_properties(0).multi_processor_count
-    if message := too_many_sms(wanted, found, selection.all2all_class.sm_choices):
+    if message := too_many_sms(comm_sms, found, all2all.sm_choices):
         raise ConfigError.of("configuration", [Problem("overlap.comm_sms", message)])
 
 

@@ -1,13 +1,12 @@
 """Prints the report of `phalanx check --cluster` for people."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from cluster.commands.check_cluster import ClusterReport, NodeReport
 from workers.rank.device_memory import size
-from workers.rank.node_probe import PairSpeed
 
 COLUMNS = ("node", "address", "interface", "free memory", "free GPU memory", "/dev/shm", "clock")
 
@@ -16,8 +15,6 @@ def render_cluster(report: ClusterReport, console: Console) -> None:
     """Print a line a node, the facts that must be equal with a column for each group of equal nodes, and the errors."""
     console.print(_node_table(report.nodes))
     console.print(_fact_table(report.nodes))
-    if report.pairs:
-        console.print(_pair_table(report.pairs))
     for error in report.errors:
         console.print(f"error: {error}", style="red")
     if not report.errors:
@@ -64,16 +61,4 @@ def _fact_table(nodes: Sequence[NodeReport]) -> Table:
         values = [column.get(name, "none") for column in columns]
         style = "red" if len(set(values)) > 1 else None
         table.add_row(name, *values, style=style)
-    return table
-
-
-def _pair_table(pairs: Mapping[str, PairSpeed | str]) -> Table:
-    table = _table("pairs", "nodes", "bandwidth", "round trip")
-    for pair, speed in pairs.items():
-        if isinstance(speed, str):
-            table.add_row(pair, "failed", "")
-        else:
-            table.add_row(
-                pair, f"{speed.bytes_per_s / 1e9:.2f} GB/s", f"{speed.round_trip_s * 1e6:.0f} us"
-            )
     return table

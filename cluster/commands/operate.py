@@ -5,8 +5,9 @@ import os
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
+
+from cluster.commands.server_url import base_url
 
 TIMEOUT_S = 1800.0
 """Processes that load a large model take minutes; the server has limits of its own."""
@@ -18,14 +19,11 @@ class OperationError(RuntimeError):
 
 def post(url: str, operation: str, body: dict[str, Any], api_key_env: str) -> dict[str, Any]:
     """POST /admin/OPERATION and return the answer. Raises OperationError, and ValueError for text that is no URL."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
+    target = f"{base_url(url)}/admin/{operation}"
     headers = {"content-type": "application/json"}
     key = os.environ.get(api_key_env)
     if key:
         headers["authorization"] = f"Bearer {key}"
-    target = f"{parts.scheme}://{parts.netloc}/admin/{operation}"
     try:
         with urlopen(Request(target, json.dumps(body).encode(), headers), timeout=TIMEOUT_S) as got:
             answer: dict[str, Any] = json.load(got)

@@ -3,8 +3,6 @@
 from urllib.error import URLError
 from urllib.parse import urlsplit
 
-TIMEOUT_S = 5.0
-
 
 class UnreachableError(RuntimeError):
     """There is no server at the URL, or it is no Phalanx server."""

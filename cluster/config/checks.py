@@ -155,7 +155,7 @@ def _check_cache_dtype(config: PhalanxConfig, model: ModelConfig | None) -> Iter
     if model is None or wanted == "auto":
         return
     if wanted == "fp8":
-        if any(spec.latent is not None for spec in model.attention_specs):
+        if any(spec.mla is not None for spec in model.attention_specs):
             yield Problem(
                 "cache.dtype",
                 "fp8 is for heads of K and V, the model caches latents (MLA); expected auto",

@@ -58,22 +58,21 @@ def show(value: Any) -> str:
 
 
 def from_pydantic(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """One problem per key; pydantic reports one per arm of a union."""
+    """One problem per key, with the reasons of all arms of a union."""
     schema = model.model_json_schema()
     known = dict(leaf_schemas(schema))
-    found: dict[str, Problem] = {}
+    found: dict[str, str] = {}
     for record in error.errors():
-        key, field_schema = _locate(record["loc"], schema)
-        if key in found:
-            continue
+        key, value, reason = _locate(record["loc"], schema), show(record["input"]), record["msg"]
         if record["type"] == "extra_forbidden":
-            message = f"unknown key (value {show(record['input'])}); {_nearest(key, known)}"
+            found[key] = f"unknown key (value {value}); {_nearest(key, known)}"
         elif record["type"] == "missing":
-            message = f"is missing; expected {allowed(field_schema)}"
+            found[key] = "is missing"
+        elif key not in found:
+            found[key] = f"{value} is not allowed: {reason}"
         else:
-            message = f"{show(record['input'])} is not allowed; expected {allowed(field_schema)}"
-        found[key] = Problem(key, message)
-    return list(found.values())
+            found[key] += f"; or: {reason}"
+    return [Problem(key, message) for key, message in found.items()]
 
 
 def leaf_schemas(schema: JsonSchema, prefix: str = "") -> Iterator[tuple[str, JsonSchema]]:
@@ -97,8 +96,8 @@ def _follow(schema: JsonSchema, root: JsonSchema) -> JsonSchema:
     return schema
 
 
-def _locate(loc: tuple[int | str, ...], root: JsonSchema) -> tuple[str, JsonSchema]:
-    """The dotted key of a pydantic location, without union arms, and that key's schema."""
+def _locate(loc: tuple[int | str, ...], root: JsonSchema) -> str:
+    """The dotted key of a pydantic location, without union arms."""
     parts: list[str] = []
     node = root
     for part in loc:
@@ -106,7 +105,7 @@ def _locate(loc: tuple[int | str, ...], root: JsonSchema) -> tuple[str, JsonSche
             break
         parts.append(str(part))
         node = _follow(node["properties"].get(str(part), {}), root)
-    return ".".join(parts), node
+    return ".".join(parts)
 
 
 def _nearest(key: str, known: Mapping[str, Any]) -> str:
@@ -138,42 +137,3 @@ def _close_names(name: str, keys: list[str]) -> list[str]:
     """Return the key with the last part that resembles `name` most, if one does."""
     by_name = {key.rpartition(".")[2]: key for key in reversed(keys)}
     return [by_name[match] for match in difflib.get_close_matches(name, by_name, n=1)]
-
-
-def allowed(schema: JsonSchema) -> str:
-    """The values that a JSON schema admits, in words."""
-    if "anyOf" in schema:
-        return " or ".join(allowed(arm) for arm in schema["anyOf"])
-    if "enum" in schema:
-        return "one of " + ", ".join(str(value) for value in schema["enum"])
-    if "const" in schema:
-        return str(schema["const"])
-    kind = schema.get("type")
-    if kind in ("integer", "number"):
-        return _allowed_number(schema)
-    if kind == "string" and schema.get("minLength"):
-        return "a text that is not empty"
-    if kind == "array":
-        return f"a list, each {allowed(schema.get('items', {}))}"
-    if kind == "string" and schema.get("pattern"):
-        return f"a text like {schema['pattern']}"
-    names = {"string": "a text", "boolean": "true or false", "null": "null"}
-    if kind in names:
-        return names[kind]
-    return "a section with " + ", ".join(schema.get("properties", {"keys": None}))
-
-
-def _allowed_number(schema: JsonSchema) -> str:
-    noun = "a whole number" if schema["type"] == "integer" else "a number"
-    low, high = schema.get("minimum"), schema.get("maximum")
-    above = schema.get("exclusiveMinimum")
-    if low is not None and high is not None:
-        return f"{noun} from {low:g} to {high:g}"
-    limits = []
-    if above is not None:
-        limits.append(f"above {above:g}")
-    if low is not None:
-        limits.append(f"of at least {low:g}")
-    if high is not None:
-        limits.append(f"of at most {high:g}" if not limits else f"at most {high:g}")
-    return " ".join([noun, " and ".join(limits)]).strip()

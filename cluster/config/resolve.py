@@ -14,7 +14,7 @@ from cluster.config.phalanx_config import (
 )
 from kernels.interface.kv_layout import group_layers, kv_block_bytes, layout_of
 from workers.config import CacheConfig, RankConfig, SchedulerConfig
-from workers.kv_cache.demand import KVDemand
+from workers.kv_cache.demand import KVDemand, sizes_that_fit
 from workers.models.registry import load_model_config
 
 GIB = 2**30
@@ -87,8 +87,6 @@ def _with_cpu_sizes(
     num_rows: int,
 ) -> CacheConfig:
     """Return the cache with KV blocks and snapshots of states of a rank on CPU."""
-    from workers.rank.kv_sizing import sizes_that_fit  # imports torch
-
     needed, states = demand.blocks(max_model_len), slot_bytes * cache.num_state_slots(num_rows)
     num_blocks, snapshots = sizes_that_fit(
         int(cache.cpu_memory_gib * GIB) - states,

@@ -148,7 +148,9 @@ class ServeConfig(Section):
         description="The model's name in the API; null = the checkpoint folder's name.",
     )
     app_name: str = Field(
-        "phalanx", min_length=1, description="Name of the Ray Serve application; one per cluster."
+        "phalanx",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$",
+        description="Name of the Ray Serve application; one per cluster.",
     )
     api_keys_file: str | None = Field(
         None,

@@ -11,7 +11,6 @@ import typer
 if TYPE_CHECKING:
     from cluster.experiments.experiment import Experiment
     from cluster.experiments.machine_check import MachineReport
-    from cluster.experiments.plan import Clock
     from cluster.experiments.results_folder import ResultsFolder
 
 DEFAULT_FOLDER = Path("experiments")
@@ -53,16 +52,14 @@ def experiment(
         _fail(str(error))
     folder = ResultsFolder(output or DEFAULT_FOLDER / file.stem)
     runs = plan.ordered_runs(found)
-    clock = plan.Clock(found.sections.kind, plan.configured_device)
     try:
         folder.check_owner(found.head())
         done = folder.done()
-        left = [run for run in runs if run.key not in done]
-        for line in plan.describe(found, runs, done, clock.seconds(left)):
+        for line in plan.describe(found, runs, done):
             typer.echo(line)
         report = _check_machine(found, dry_run)
         if not dry_run:
-            _run(found, folder, clock, report)
+            _run(found, folder, report)
     except FolderError as error:
         _fail(str(error), 1)
 
@@ -96,9 +93,7 @@ def _check_machine(found: "Experiment", dry_run: bool) -> "MachineReport":
     return report
 
 
-def _run(
-    found: "Experiment", folder: "ResultsFolder", clock: "Clock", report: "MachineReport"
-) -> None:
+def _run(found: "Experiment", folder: "ResultsFolder", report: "MachineReport") -> None:
     """Run what is left, write the report, and exit with the matching code."""
     from cluster.experiments.cluster_lock import experiment_lock
     from cluster.experiments.origin import origin
@@ -111,7 +106,7 @@ def _run(
         try:
             with signals_as_ctrl_c(), _progress() as (say, show):
                 start, resolved = _starter(found), report.resolved
-                runner = Runner(found, folder, start, clock, say, source, resolved, show)
+                runner = Runner(found, folder, start, say, source, resolved, show)
                 failed = runner.run()
         except KeyboardInterrupt:
             interrupted = True

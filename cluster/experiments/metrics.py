@@ -26,7 +26,6 @@ OF_THE_ENGINE: dict[Kind, tuple[str, ...]] = {
     "step": ("step_ms", "exchange_us", "empty_step_us"),
 }
 OF_DECODES = ("decode_tokens_per_s", "decode_ms_per_token")
-HIGHER_IS_BETTER = ("per_s", "goodput", "balancedness", "completed")
 
 
 def metrics_of(measured: Measured, workload: RequestWorkload | StepWorkload) -> dict[str, float]:
@@ -77,11 +76,6 @@ def decode_window(answers: Sequence[Answer]) -> dict[str, float]:
         "decode_tokens_per_s": tokens / seconds,
         "decode_ms_per_token": 1e3 * seconds * len(good) / tokens,
     }
-
-
-def higher_is_better(metric: str) -> bool:
-    """Whether a larger value of a metric is an improvement."""
-    return any(part in metric for part in HIGHER_IS_BETTER)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,20 +1,13 @@
-"""The order of the runs of an experiment, its estimated time, and its printed form. Pure; starts nothing."""
+"""The order of the runs of an experiment, and its printed form. Pure; starts nothing."""
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from cluster.experiments.cells import Cell, Engine, label
 from cluster.experiments.experiment import Experiment
-from cluster.experiments.sections import Kind
-from cluster.experiments.workload_section import RequestWorkload
 
-# Guesses for the first run of an experiment; every later run is estimated by those before it.
-START_S = {"engine": {"cpu": 6.0, "cuda": 60.0}, "http": {"cpu": 12.0, "cuda": 75.0}}
-CHANGE_S = {"cpu": 0.5, "cuda": 20.0}
-TOKENS_PER_S = {"cpu": (5000.0, 1000.0), "cuda": (100_000.0, 8000.0)}  # prompt, output
-STEP_RUN_S = 3.0
 MAX_SHOWN = 40  # cells in the printed plan
 RunKey = tuple[int, int]  # cell index, repeat
 
@@ -76,70 +69,7 @@ def num_changes(runs: Sequence[Run]) -> int:
     return len(list(groupby(run.cell.engine for run in runs))) - num_starts(runs)
 
 
-class Clock:
-    """Estimates the time of the remaining runs: by guesses first, by measured runs and starts as they end."""
-
-    def __init__(self, kind: Kind, device: Callable[[Cell], str]):
-        self._kind, self._device = kind, device
-        self._starts: list[float] = []
-        self._changes: list[float] = []
-        self._ratios: list[float] = []
-
-    @property
-    def measured(self) -> bool:
-        """Whether at least one run has ended."""
-        return bool(self._ratios)
-
-    def start_ended(self, seconds: float) -> None:
-        """Enter the time of a start."""
-        self._starts.append(seconds)
-
-    def change_ended(self, seconds: float) -> None:
-        """Enter the time of a change of an engine's settings."""
-        self._changes.append(seconds)
-
-    def run_ended(self, cell: Cell, seconds: float) -> None:
-        """Enter the time of a run."""
-        self._ratios.append(seconds / guessed_run_s(cell, self._device(cell)))
-
-    def seconds(self, runs: Sequence[Run]) -> float:
-        """Return the estimated time of these runs, with the starts of their engines."""
-        if not runs:
-            return 0.0
-        ratio = _mean(self._ratios, 1.0)
-        device = self._device(runs[0].cell)
-        kind = "http" if self._kind == "http" else "engine"
-        start_s = _mean(self._starts, START_S[kind][device])
-        change_s = _mean(self._changes, CHANGE_S[device])
-        work = sum(guessed_run_s(run.cell, self._device(run.cell)) for run in runs)
-        return num_starts(runs) * start_s + num_changes(runs) * change_s + ratio * work
-
-
-def _mean(values: Sequence[float], default: float) -> float:
-    return sum(values) / len(values) if values else default
-
-
-def guessed_run_s(cell: Cell, device: str) -> float:
-    """Return a guess at the seconds of one run of a cell, from its tokens or its arrivals."""
-    workload = cell.workload
-    if not isinstance(workload, RequestWorkload):
-        return STEP_RUN_S
-    prompt, output = workload.mean_tokens
-    prompt_rate, output_rate = TOKENS_PER_S[device]
-    seconds = workload.requests * (prompt / prompt_rate + output / output_rate)
-    if workload.request_rate is not None:
-        seconds = max(seconds, workload.requests / workload.request_rate)
-    return 0.5 + seconds
-
-
-def configured_device(cell: Cell) -> str:
-    """Return the device of a cell as far as the file has it; auto counts as a CPU."""
-    return "cuda" if cell.config.cluster.device == "cuda" else "cpu"
-
-
-def describe(
-    experiment: Experiment, runs: Sequence[Run], done: Collection[RunKey], seconds: float
-) -> list[str]:
+def describe(experiment: Experiment, runs: Sequence[Run], done: Collection[RunKey]) -> list[str]:
     """Return the lines of the printed plan."""
     sections, cells = experiment.sections, experiment.cells
     engines = len({cell.engine for cell in cells})
@@ -163,10 +93,8 @@ def describe(
         if len(shown) < len(cells) and cell is cells[-1]:
             lines.append(f"    ... {len(cells) - len(shown)} more cells")
         lines.append(f"  {cell.index:4d}  {cell.name}")
-    lines.append("")
     if done:
-        lines.append(f"  {len(runs) - len(left)} of {len(runs)} runs have results")
-    lines.append(f"  estimated time: {duration(seconds)}, a guess until the first runs have ended")
+        lines += ["", f"  {len(runs) - len(left)} of {len(runs)} runs have results"]
     return lines
 
 

@@ -6,7 +6,7 @@ Knows nothing of tables and plots.
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ from cluster.experiments.experiment import Experiment
 from cluster.experiments.machine_load import busy_share
 from cluster.experiments.metrics import error_of, metrics_of
 from cluster.experiments.origin import now
-from cluster.experiments.plan import Clock, Run, duration, ordered_runs
+from cluster.experiments.plan import Run, duration, ordered_runs
 from cluster.experiments.planned_load import WARMUP, PlannedLoad, first_requests, plan_load
 from cluster.experiments.results_folder import FolderError, ResultsFolder, disk_errors, write_json
 from cluster.experiments.target import Engine, EngineError, Job
 from cluster.experiments.workload_section import RequestWorkload
 
 StartEngine = Callable[[PhalanxConfig, Path, float], Engine]
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass
@@ -57,14 +57,13 @@ class Runner:
         experiment: Experiment,
         folder: ResultsFolder,
         start: StartEngine,
-        clock: Clock,
-        say: Say,
+        print_line: PrintLine,
         origin: Mapping[str, Any],
         resolved: Mapping[str, dict[str, Any]] | None = None,
-        show: Say = lambda text: None,
+        show: PrintLine = lambda text: None,
     ):
         self._experiment, self._folder = experiment, folder
-        self._start, self._clock, self._say = start, clock, say
+        self._start, self._say = start, print_line
         self._origin = origin  # hardware, versions and commit of this call
         self._resolved = resolved or {}  # configuration without `auto`, by engine
         self._show = show  # gets the run that begins
@@ -81,11 +80,12 @@ class Runner:
                 if self._is_over():
                     self._say(f"limits.total_s is over: {len(left) - number} runs are left")
                     break
-                rest = duration(self._clock.seconds(left[number:]))
-                self._show(f"{self._label(run, len(left) - number - 1)}, {rest} left")
+                num_left = len(left) - number - 1
+                self._show(self._label(run, num_left))
                 line = self._record(run)
                 failed += line["error"] is not None
-                self._report(run, line, left[number + 1 :])
+                mean_s = (time.monotonic() - self._began) / (number + 1)
+                self._report(run, line, num_left, mean_s)
         finally:
             self._end_engine()
         return failed
@@ -201,7 +201,6 @@ class Runner:
         self._say(f"starting an engine for: {cell.name}")
         engine = self._start(cell.config, folder, limit)
         seconds = time.monotonic() - begun
-        self._clock.start_ended(seconds)
         busy = None if busy is None else round(busy, 2)
         self._started = Started(engine, cell.engine, cell.process, folder, seconds, busy)
         return self._started
@@ -219,7 +218,6 @@ class Runner:
             self._say(f"the engine did not take the settings of {cell.name}: {error}")
             return False
         started.start_s = time.monotonic() - begun
-        self._clock.change_ended(started.start_s)
         started.digest, started.warm = cell.engine, set()
         started.num_changes += 1
         return True
@@ -238,16 +236,16 @@ class Runner:
             started, self._started = self._started, None
             started.engine.close()
 
-    def _report(self, run: Run, line: dict[str, Any], left: Sequence[Run]) -> None:
+    def _report(self, run: Run, line: dict[str, Any], num_left: int, mean_s: float) -> None:
+        """Print the outcome of a run. mean_s: seconds of a run so far, with the starts of engines."""
         if line["error"] is None:
-            self._clock.run_ended(run.cell, line["measured_s"])
             outcome = f"{line['measured_s']:.1f} s"
             if (num_failed := sum(line.get("request_errors", {}).values())) > 0:
                 outcome += f", {num_failed} requests failed"
         else:
             outcome = f"FAILED: {line['error'].splitlines()[0]}"
-        rest = f", {duration(self._clock.seconds(left))} left" if left else ""
-        self._say(f"{self._label(run, len(left))}: {outcome}{rest}")
+        rest = f", about {duration(num_left * mean_s)} left" if num_left else ""
+        self._say(f"{self._label(run, num_left)}: {outcome}{rest}")
 
     def _label(self, run: Run, num_left: int) -> str:
         """Return the number and the name of a run; `num_left` runs follow it."""

@@ -13,6 +13,7 @@ import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ class ServerClient:
     async def _send(self, job: Job, into: Round) -> None:
         load, workload = job.load, job.workload
         assert load is not None and isinstance(workload, RequestWorkload)
-        settings = workload.load(job.seed, TIMEOUT_S, job.salt)
+        settings = replace(workload.load(job.seed, TIMEOUT_S, job.salt), concurrency=load.in_flight)
         driver = Driver(settings, self._headers)
         target = Target(
             name="server", url=self._url, model=self._model, ignore_eos=settings.ignore_eos

@@ -95,12 +95,6 @@ class RequestWorkload(Section):
             return any(row.record is None for row in trace_of(self.trace)[: self.requests])
         return self.prompts is None
 
-    @property
-    def mean_tokens(self) -> tuple[float, float]:
-        """Prompt and output tokens of a request, for estimates."""
-        prompt, output = (_mean(Lengths.parse(text)) for text in (self.input_len, self.output_len))
-        return prompt + self.prefix_tokens, PREFILL_TOKENS if self.phase == "prefill" else output
-
     def load(self, seed: int, timeout_s: float, cache_salt: str = "") -> Load:
         """Return the load of `cluster.bench` for these requests; raises BenchError."""
         at_times = self.trace is not None
@@ -219,9 +213,3 @@ Workload = RequestWorkload | StepWorkload
 
 def _num_tokens(record: Record) -> int:
     return len(record.prompt) if isinstance(record.prompt, list) else 1
-
-
-def _mean(lengths: Lengths) -> float:
-    if lengths.sigma is None:
-        return (lengths.low + lengths.high) / 2
-    return min(lengths.median * math.exp(lengths.sigma**2 / 2), lengths.high)

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -48,11 +49,18 @@ class Ingress:
         come through Serve's proxies, and Serve alone watches: then a failed group makes the replica unhealthy, and the
         replica that replaces it starts the group again.
     keys: digests of the keys of clients and operators.
+    environment: variables of OpenTelemetry that this process does not inherit.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: PhalanxConfig, *, listen: bool, keys: KeyDigests
+        self,
+        config: PhalanxConfig,
+        *,
+        listen: bool,
+        keys: KeyDigests,
+        environment: Mapping[str, str],
     ) -> None:
+        os.environ.update(environment)
         name = f"ingress {os.getpid()}"
         set_up_logging(name, config.serve.log_level, config.serve.log_format)
         self._tracer = make_tracer(config.serve.tracing)
@@ -132,10 +140,11 @@ class Ingress:
 def deploy(config: PhalanxConfig, *, listen: bool, keys: KeyDigests) -> serve.Application:
     """The Serve application of a configuration."""
     actor_options: dict[str, Any] = {"num_cpus": 0}
+    environment: dict[str, str] = {}
     if config.cluster.ray_address is not None:
         # Processes of a local Ray inherit this environment; processes of a joined cluster do not.
-        settings = {k: v for k, v in os.environ.items() if k.startswith("OTEL_")}
-        actor_options["runtime_env"] = {"env_vars": settings}
+        # An argument, because they hold secrets, and Ray writes a runtime_env to logs that all users read.
+        environment = {k: v for k, v in os.environ.items() if k.startswith("OTEL_")}
         if listen or config.cluster.fetch_weights:
             # This node has serve.host and the model. Ray gives each node a resource with the node's address.
             actor_options["resources"] = {f"node:{node_address()}": NODE_SHARE}
@@ -146,5 +155,5 @@ def deploy(config: PhalanxConfig, *, listen: bool, keys: KeyDigests) -> serve.Ap
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=config.serve.drain_timeout_s + KILL_AFTER_S,
     )
-    app: serve.Application = options.bind(config, listen=listen, keys=keys)
+    app: serve.Application = options.bind(config, listen=listen, keys=keys, environment=environment)
     return app

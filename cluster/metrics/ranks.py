@@ -52,6 +52,10 @@ COUNTERS = {
         "invalid_logits",
         "Requests ended because a logit was NaN or infinite.",
     ),
+    "invalid_logits_rows": (
+        "invalid_logits_rows",
+        "Rows of logits with a NaN or an infinity, also of prompts and of requests that had ended.",
+    ),
     "steps": ("steps", "Lockstep forwards."),
     "idle_steps": ("idle_steps", "Steps in which this rank had no tokens."),
     "stale_messages": ("stale_messages", "Messages of another epoch that a rank dropped."),

@@ -6,6 +6,7 @@ nodes have the files, as in a shared folder, nothing is copied.
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,8 +35,7 @@ async def fetch_checkpoint(
         nodes = [location.address for location in locations[first]]
         await spread(config.model, dict(zip(nodes, ranks[first], strict=True)), node_address())
     else:
-        fetches = [rank.fetch_checkpoint.remote() for rank in ranks[first]]
-        await asyncio.gather(*map(_result, fetches))
+        await asyncio.gather(*map(_fetch, ranks[first]))
 
 
 async def spread(model: ModelSection, ranks: Mapping[str, Any], own: str) -> None:
@@ -57,7 +57,7 @@ async def spread(model: ModelSection, ranks: Mapping[str, Any], own: str) -> Non
         found[own] = await asyncio.to_thread(holder.files)
     if _source(found, own) is None and model.revision is not None:
         first = next(node for node in found if node in ranks)
-        await _result(ranks[first].fetch_checkpoint.remote())
+        await _fetch(ranks[first])
         found[first] = await _result(ranks[first].checkpoint_files.remote())
     source = _source(found, own)
     if source is None:
@@ -82,6 +82,11 @@ async def spread(model: ModelSection, ranks: Mapping[str, Any], own: str) -> Non
             await asyncio.to_thread(holder.close)
         else:
             await _result(rank.end_sharing.remote())
+
+
+async def _fetch(rank: Any) -> None:
+    """Let a rank fetch the model of the Hub, with the token of this process."""
+    await rank.fetch_checkpoint.remote(os.environ.get("HF_TOKEN"))
 
 
 def _source(found: Mapping[str, CheckpointFiles], own: str) -> str | None:

@@ -5,7 +5,7 @@ Knows nothing of states, failures and rebuilds.
 
 import asyncio
 import logging
-import os
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -78,7 +78,8 @@ class Formation:
         roster, locations = self._roster, self._status.locations
         ((host, port),) = await self._gather([roster.ranks[0].host_rendezvous.remote()])
         epoch = self._status.epoch
-        rendezvous = Rendezvous(host, port, f"{self._name}-{os.getpid()}-{epoch}", epoch)
+        name = f"{self._name}-{epoch}-{secrets.token_hex(16)}"
+        rendezvous = Rendezvous(host, port, name, epoch, secrets.token_bytes(32))
         roster.called()
         await self._gather(
             rank.join_group.remote(

@@ -27,7 +27,7 @@ from cluster.supervisor.recovery import find_memberships, recover
 from cluster.supervisor.roster import Roster
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupState, GroupStatus, Rebuild
 from workers.config import RankConfig
-from workers.trace.spans import RankTrace
+from workers.rank.rank_info import RankTrace
 
 logger = logging.getLogger(__name__)
 

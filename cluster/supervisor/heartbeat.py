@@ -5,7 +5,8 @@ processor time of the loop, because a step of a long prompt may take minutes the
 kinds of ranks hang:
 
 silent   no answer: the process is stopped, or its node cannot be reached
-stuck    it is in a step, and neither votes nor computes, or computes for far longer than other steps of its size
+stuck    it is in a step, and neither votes nor computes, or computes for far longer than other steps of its size; or
+         it captures a CUDA graph for longer than a capture takes
 deaf     it sleeps although a peer waits for its vote
 
 A rank that waits in a vote waits for its peers and never hangs itself. Knows nothing of rebuilds.
@@ -31,6 +32,8 @@ MIN_CPU_S = 1e-3
 STAGE_FACTOR = 4
 """Time limit of a silent rank in a stage of a rebuild, in multiples of the limit in service, because allocations and
 compilers may hold the interpreter's lock for seconds."""
+CAPTURE_FACTOR = 12
+"""Time limit of a capture on demand, in multiples of the limit of a step: some take more than 5 s, while peers wait."""
 
 
 @dataclass(frozen=True)
@@ -144,12 +147,14 @@ class Heartbeats:
         if silent:
             reason = f"no sign of life for {seconds:g} s ({key})"
             return Hang(frozenset(silent), f"{_names(silent)}: {reason}", seconds)
-        stuck = [rank for rank, checks in enumerate(self._still) if checks >= limit]
+        stuck = [r for r, checks in enumerate(self._still) if checks >= limit * self._patience(r)]
         if not stuck:
             return None
         pulse = self._pulses[stuck[0]]
         assert pulse is not None
-        where = "asleep before" if pulse.activity == "sleep" else "stuck in"
+        where = _STUCK[pulse.activity]
+        if pulse.activity == "capture":
+            seconds, key = seconds * CAPTURE_FACTOR, f"{key} x {CAPTURE_FACTOR}"
         reason = f"{_names(stuck)}: {where} step {pulse.step} for {seconds:g} s ({key})"
         return Hang(frozenset(stuck if len(stuck) == 1 else ()), reason, seconds)
 
@@ -162,6 +167,10 @@ class Heartbeats:
             self._cpu_counts and not now.overdue and now.cpu_s - before.cpu_s >= MIN_CPU_S
         )
 
+    def _patience(self, rank: int) -> int:
+        pulse = self._pulses[rank]
+        return CAPTURE_FACTOR if pulse is not None and pulse.activity == "capture" else 1
+
     def _sleeps(self, pulse: Pulse) -> bool:
         """Return whether a rank sleeps and no peer waits for its vote."""
         if pulse.activity != "sleep":
@@ -170,6 +179,13 @@ class Heartbeats:
             peer is not None and peer.activity == "vote" and peer.step >= pulse.step
             for peer in self._pulses
         )
+
+
+_STUCK = {
+    "step": "stuck in",
+    "capture": "stuck in the capture of a CUDA graph for",
+    "sleep": "asleep before",
+}
 
 
 def _names(ranks: Sequence[int]) -> str:

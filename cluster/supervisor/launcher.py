@@ -32,7 +32,9 @@ FORWARDED_ENVIRONMENT = (
     *("NCCL_", "NVSHMEM_", "TORCH_", "GLOO_", "OMP_", "MKL_", "CUDA_", "HF_"),
     *("TRITON_", "FLASHINFER_", "DG_", "EP_", "XDG_CACHE_HOME"),
 )
-NOT_FORWARDED = frozenset({"CUDA_VISIBLE_DEVICES"})  # Ray sets it for each actor
+# Ray sets the devices of each actor. Ray writes variables to logs that all users read: a token travels in
+# `RankActor.fetch_checkpoint`.
+NOT_FORWARDED = frozenset({"CUDA_VISIBLE_DEVICES", "HF_TOKEN"})
 
 NAMESPACE = "phalanx"  # of the names of actors and placement groups
 

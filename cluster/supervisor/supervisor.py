@@ -28,7 +28,7 @@ from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus
 from workers import hub
 from workers.config import RankConfig
 from workers.log import set_up_logging
-from workers.trace.spans import RankTrace
+from workers.rank.rank_info import RankTrace
 
 logger = logging.getLogger(__name__)
 

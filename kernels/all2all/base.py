@@ -191,8 +191,13 @@ class AllToAll(Backend):
         """
         return None
 
+    @classmethod
+    def granted_sms(cls, num_sms: int) -> int:
+        """Return the SMs that a limit of `num_sms` leaves to dispatch and combine."""
+        return num_sms
+
     def set_num_sms(self, num_sms: int | None) -> None:
-        """Limit the SMs of dispatch and combine, where the backend has a limit; None: no limit."""
+        """Limit the SMs of dispatch and combine to `granted_sms`, where the backend has a limit; None: no limit."""
 
     def reset(self) -> None:
         """Forget dispatches without a combine, because an error ended their step on every rank.

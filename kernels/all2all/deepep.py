@@ -5,8 +5,7 @@ dispatch the same number of rows, and CUDA graphs can hold dispatch and combine.
 and apply the weights, because DeepEP's combine only adds. For experts that compute with FP8, rows are quantised before
 they travel; sums travel in bfloat16.
 
-`Buffer` of DeepEP 1.2.1 is tested. DeepEP 2.x has the same class; its use here follows the source and was never run.
-`ElasticBuffer` of 2.x is not used.
+`Buffer` of DeepEP 1.2.1 is tested. DeepEP 2.x has the same class, and was never run here.
 
 T tokens of this rank, N = ranks * T received rows, D hidden, K experts per token, R permuted rows.
 """
@@ -67,7 +66,7 @@ def load_deep_ep() -> Any:
     except Exception as error:  # assertions about NCCL and CUDA_HOME, undefined symbols, no GPU
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise DeepEpUnavailableError(
-            f"import deep_ep failed ({_installed_version()} is installed, {needed}): {said[0]}"
+            f"import deep_ep failed ({installed_version()} is installed, {needed}): {said[0]}"
         ) from error
     buffer = getattr(deep_ep, "Buffer", None)
     lacking = [
@@ -77,24 +76,9 @@ def load_deep_ep() -> Any:
     ]
     if lacking:
         raise DeepEpUnavailableError(
-            f"deep_ep {_installed_version()} is installed, {needed}: it has no {', '.join(lacking)}"
+            f"deep_ep {installed_version()} is installed, {needed}: it has no {', '.join(lacking)}"
         )
     return deep_ep
-
-
-def generation(deep_ep: Any) -> int:
-    """Return 1 for `Buffer` over NVSHMEM alone, 2 with `ElasticBuffer` over NCCL."""
-    return 2 if hasattr(deep_ep, "ElasticBuffer") else 1
-
-
-def recognised() -> str:
-    """Return version and generation of the module. Raises DeepEpUnavailableError like `load_deep_ep`."""
-    found = generation(load_deep_ep())
-    how = {
-        1: "1.x (Buffer alone)",
-        2: "2.x (its Buffer is used; Phalanx never ran on this generation)",
-    }
-    return f"deep_ep {_installed_version()}, recognised as {how[found]}"
 
 
 @functools.cache
@@ -159,10 +143,6 @@ class DeepEpAllToAll(AllToAll):
         return reason or normal_unsupported_reason(shape)
 
     @classmethod
-    def recognised_package(cls) -> tuple[str, str] | None:
-        return "deep_ep", recognised()
-
-    @classmethod
     def kept_bytes(cls, shape: BackendShape) -> int:
         return normal_buffer_bytes(shape.hidden_size, shape.num_ranks)
 
@@ -203,17 +183,21 @@ class DeepEpAllToAll(AllToAll):
         )
         self._buffer = self._deep_ep.Buffer(group, num_bytes, explicitly_destroy=True)
 
+    @classmethod
+    def granted_sms(cls, num_sms: int) -> int:
+        """Return an even number, because a channel takes two SMs, of at most MAX_SMS."""
+        assert num_sms > 0, num_sms
+        return max(2, min(num_sms, MAX_SMS) // 2 * 2)
+
     def set_num_sms(self, num_sms: int | None) -> None:
-        """Limit the SMs from the next dispatch on: an even number of at most MAX_SMS; None for MAX_SMS.
+        """Limit the SMs from the next dispatch on; None for MAX_SMS.
 
         Two H200, 4096 tokens each, hidden 2048, top-8 of 128: dispatch and combine take 602 + 444 us on 8 SMs,
         340 + 248 on 16, 251 + 178 on 24, 204 + 140 on 32; up to 32 tokens 29 + 20 us on any number.
         """
-        num_sms = MAX_SMS if num_sms is None else num_sms
-        assert num_sms > 0, num_sms
         buffer = self._deep_ep.Buffer
         # DeepEP keeps the number on the class and reads it only when a Config is made.
-        buffer.set_num_sms(max(2, min(num_sms, MAX_SMS) // 2 * 2))
+        buffer.set_num_sms(MAX_SMS if num_sms is None else self.granted_sms(num_sms))
         self._configs = (
             buffer.get_dispatch_config(self._num_ranks),
             buffer.get_combine_config(self._num_ranks),
@@ -290,7 +274,8 @@ def _parameters(function: Any) -> tuple[str, ...]:
     return () if function is None else tuple(inspect.signature(function).parameters)
 
 
-def _installed_version() -> str:
+def installed_version() -> str:
+    """Return the version of the installed distribution of deep_ep."""
     for distribution in DISTRIBUTIONS:
         try:
             return version(distribution)

@@ -27,10 +27,9 @@ from kernels.all2all.deepep import (
     DISTRIBUTIONS,
     MIN_CAPABILITY,
     deep_ep_unavailable,
-    generation,
+    installed_version,
     load_deep_ep,
     peers_are_here,
-    recognised,
 )
 from kernels.all2all.deepep_limits import (
     low_latency_buffer_bytes,
@@ -159,18 +158,14 @@ class DeepEpLowLatencyAllToAll(AllToAll):
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
         reason = too_old_gpu(device, MIN_CAPABILITY) or deep_ep_unavailable()
-        if reason is None and generation(load_deep_ep()) == 1 and not _has_nvshmem():
-            reason = f"{recognised()}, was built without NVSHMEM, which it needs"
+        if reason is None and not _has_nvshmem():
+            reason = f"deep_ep {installed_version()} was built without NVSHMEM, which it needs"
         return reason
 
     @classmethod
     def unsupported_reason(cls, shape: BackendShape) -> str | None:
         reason = super().unsupported_reason(shape) or unsupported_reason(shape)
         return reason or low_latency_unsupported_reason(shape)
-
-    @classmethod
-    def recognised_package(cls) -> tuple[str, str] | None:
-        return "deep_ep", recognised()
 
     @classmethod
     def kept_bytes(cls, shape: BackendShape) -> int:

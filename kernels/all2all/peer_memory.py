@@ -95,12 +95,13 @@ def _catch_up(group: dist.ProcessGroup, device: torch.device) -> None:
     """
     from torch.distributed import _symmetric_memory as symm_mem
 
-    counts = [0] * group.size()
-    dist.all_gather_object(counts, _num_meetings, group)
-    if _num_meetings == max(counts):
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(counts, torch.tensor([_num_meetings]), group)
+    most = int(max(counts))
+    if _num_meetings == most:
         return
     alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    while _num_meetings < max(counts):
+    while _num_meetings < most:
         _meet(symm_mem._SymmetricMemory.empty_strided_p2p((1,), (1,), torch.uint8, device), alone)  # type: ignore[attr-defined]
     dist.destroy_process_group(alone)
 

@@ -45,7 +45,7 @@ class Attention(Backend):
     # Whether it has `store` and `attend`.
     fused_store: bool = False
     # Whether it serves latent attention (MLA), and no other.
-    latent: bool = False
+    mla: bool = False
     # Whether it serves sliding windows, and sinks.
     windows: bool = False
     sinks: bool = False
@@ -66,10 +66,10 @@ class Attention(Backend):
     @classmethod
     def unsupported_reason(cls, shape: BackendShape) -> str | None:
         for spec in shape.attention_specs:
-            if spec.latent is None and cls.latent:
+            if spec.mla is None and cls.mla:
                 return "it computes latent attention (MLA) alone, the model caches heads of K and V"
-            if spec.latent is not None and not cls.latent:
-                return f"it has no latent attention (MLA), the model caches latents of {spec.latent.width} values"
+            if spec.mla is not None and not cls.mla:
+                return f"it has no latent attention (MLA), the model caches latents of {spec.mla.width} values"
             if spec.window is not None and not cls.windows:
                 return f"it has no sliding window, the model has one of {spec.window} tokens"
             if spec.sinks and not cls.sinks:

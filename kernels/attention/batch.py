@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
 import numpy as np
 import torch
 
-Axis = Literal["row", "token", "seq", "sample", "block"]
+Axis = Literal["row", "token", "seq", "logits", "block"]
 _NOTHING = slice(0, 0)
 
 
@@ -20,7 +20,7 @@ class Shape:
     row      T, padding included
     token    real tokens
     seq      B
-    sample   sequences that draw their next token
+    logits   rows with logits
     block    KV blocks of the longest sequence
 
     A new field declares no more than this: the builder reserves memory by it, and `ubatch` cuts the first axis.
@@ -32,12 +32,13 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionBatch:
-    """What attention reads of a forward. Sequences with one new token come first.
+    """What attention reads of a forward. Sequences with one row come first.
 
     Tensors live on the device; arrays named `_cpu` live on the host.
 
     num_tokens            real tokens; the rows behind them are padding with undefined but finite output
-    num_seqs, num_decodes sequences; the first num_decodes of them have exactly one new token
+    num_seqs              sequences
+    num_single_rows       how many of them, the first ones, have one row: a decode, or the last token of a prompt
     query_start_loc_cpu   int32 [B+1]: the row of each sequence's first new token; the last entry is num_tokens
     seq_lens_cpu          int32 [B]: context and new tokens
     block_table           int64 [B, max_blocks]: entries behind a sequence's blocks are 0
@@ -50,7 +51,7 @@ class AttentionBatch:
 
     num_tokens: int
     num_seqs: int
-    num_decodes: int
+    num_single_rows: int
     query_start_loc_cpu: np.ndarray
     seq_lens_cpu: np.ndarray
     block_table: Annotated[torch.Tensor, Shape("seq", "block")]
@@ -89,7 +90,7 @@ class AttentionBatch:
         return AttentionBatch(
             num_tokens=count,
             num_seqs=count,
-            num_decodes=count,
+            num_single_rows=count,
             query_start_loc_cpu=np.arange(count + 1, dtype=np.int32),
             seq_lens_cpu=np.ones(count, dtype=np.int32),
             block_table=block_table,
@@ -99,7 +100,7 @@ class AttentionBatch:
         )
 
     def ubatch(self, start: int, end: int) -> Self:
-        """Return a view of rows `start` to `end`. It has no samples.
+        """Return a view of rows `start` to `end`. It has no rows with logits.
 
         A sequence may straddle a border. Its part in the later ubatch continues a chunked prefill, and its context
         includes the earlier part; so in each layer the attention of earlier ubatches must run first.
@@ -134,7 +135,7 @@ class AttentionBatch:
             "num_tokens": last - start,
             "num_seqs": end_seq - first_seq,
             # One-token parts of longer sequences are computed like prompts, because their other parts are.
-            "num_decodes": max(0, min(self.num_decodes, end_seq) - first_seq),
+            "num_single_rows": max(0, min(self.num_single_rows, end_seq) - first_seq),
             "seq_lens_cpu": seq_lens,
             "query_start_loc_cpu": query_start_loc,
         }

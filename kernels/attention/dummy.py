@@ -19,7 +19,7 @@ class DummyAttention(Attention):
 
     def __init__(self, replaced: Attention):
         super().__init__(replaced.specs, replaced.block_size)
-        self.fused_store, self.latent = replaced.fused_store, replaced.latent
+        self.fused_store, self.mla = replaced.fused_store, replaced.mla
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare one slot of -1, so that `store` writes nothing."""
@@ -72,6 +72,6 @@ class DummyAttention(Attention):
     def attend_latent(
         self, q_THd: torch.Tensor, latent_TW: torch.Tensor, kv_up_HuC: torch.Tensor, layer: int
     ) -> torch.Tensor:
-        latent = self.specs[layer].latent
+        latent = self.specs[layer].mla
         assert latent is not None
         return q_THd.new_zeros(*q_THd.shape[:2], latent.value_dim)

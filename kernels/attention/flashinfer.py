@@ -210,7 +210,9 @@ class FlashInferAttention(GraphAttention):
         pages.ship(torch.empty(pages.total, dtype=torch.int32, device=self._device))
         self._list_pages(batch.block_table[: batch.num_seqs], pages.starts, pages.pages)
         all_new = (
-            self._has_new_prompts and batch.num_decodes < batch.num_seqs and prompts_are_new(batch)
+            self._has_new_prompts
+            and batch.num_single_rows < batch.num_seqs
+            and prompts_are_new(batch)
         )
         for plans in self._eager:
             plans.plan(batch, pages, all_new=all_new)

@@ -129,8 +129,8 @@ def few_are_even(seq_lens: np.ndarray, num_blocks: int) -> bool:
 
 def prompts_are_new(batch: AttentionBatch) -> bool:
     """Return whether no sequence behind the decodes has tokens from earlier forwards."""
-    prompts = slice(batch.num_decodes, batch.num_seqs)
-    new = np.diff(batch.query_start_loc_cpu[batch.num_decodes : batch.num_seqs + 1])
+    prompts = slice(batch.num_single_rows, batch.num_seqs)
+    new = np.diff(batch.query_start_loc_cpu[batch.num_single_rows : batch.num_seqs + 1])
     return bool((batch.seq_lens_cpu[prompts] == new).all())
 
 

@@ -123,13 +123,13 @@ class FlashInferFp8Attention(TritonPagedAttention):
         if prompts_are_new(batch):
             return batch.num_seqs
         assert self._rows is not None, "bind comes first"
-        ends = np.cumsum(batch.seq_lens_cpu[batch.num_decodes :], dtype=np.int64)
+        ends = np.cumsum(batch.seq_lens_cpu[batch.num_single_rows :], dtype=np.int64)
         fitting = int(np.searchsorted(ends, len(self._rows[0]), side="right"))
-        return batch.num_decodes + fitting
+        return batch.num_single_rows + fitting
 
     def plan(self, batch: AttentionBatch) -> None:
         super().plan(batch)
-        seqs = slice(batch.num_decodes, self._first_in_tiles(batch))
+        seqs = slice(batch.num_single_rows, self._first_in_tiles(batch))
         starts = batch.query_start_loc_cpu[seqs.start : seqs.stop + 1]
         self._prompt_rows, self._expanded = slice(int(starts[0]), int(starts[-1])), None
         if seqs.start == seqs.stop:

@@ -129,10 +129,12 @@ class GraphPlans:
         """Fill `slots` and all buffers; return the plan of each shape. See GraphAttention.plan_graph."""
         if form in (GraphForm.NEW_PROMPTS, GraphForm.MIXED):
             return self._plan_mixed(batch, num_rows, all_new=form == GraphForm.NEW_PROMPTS)
-        assert batch.num_decodes == batch.num_seqs == batch.num_tokens <= num_rows
+        assert batch.num_single_rows == batch.num_seqs == batch.num_tokens <= num_rows
         slots = batch.slot_mapping, self.slots[:num_rows]
         cuts = form == GraphForm.DECODES
-        pages = self._ship(batch, slice(0, batch.num_decodes), num_rows, self._decode_pages, slots)
+        pages = self._ship(
+            batch, slice(0, batch.num_single_rows), num_rows, self._decode_pages, slots
+        )
         return [graphs.plan_decodes(pages, num_rows, cuts=cuts) for graphs in self._of_shape]
 
     def even(self, batch: AttentionBatch, num_rows: int) -> bool:
@@ -145,7 +147,7 @@ class GraphPlans:
         slots, count = self.slots[:num_rows], len(batch.slot_mapping)
         slots[:count].copy_(batch.slot_mapping)
         slots[count:].fill_(-1)
-        first = batch.num_decodes
+        first = batch.num_single_rows
         decodes = self._ship(batch, slice(0, first), self._max_seqs, self._decode_pages)
         decode_starts = self._query_starts(batch, 0, first)
         for graphs in self._of_shape:

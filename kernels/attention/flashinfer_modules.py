@@ -142,13 +142,13 @@ def modules(dtype: torch.dtype, head_dim: int) -> tuple[Wanted, ...]:
 
 
 def latent_modules(dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> list[Wanted]:
-    """Return what `FlashInferLatentAttention` loads for layers of these specs."""
+    """Return what `FlashInferMlaAttention` loads for layers of these specs."""
     from flashinfer.jit import gen_batch_mla_module
     from flashinfer.jit.attention import gen_batch_prefill_module
 
     types, found = (dtype, dtype, dtype, torch.int32), []
     for spec in dict.fromkeys(specs):
-        dims = spec.latent
+        dims = spec.mla
         assert dims is not None
         profiler, no_options = False, (0, False, False, False)
         decodes = gen_batch_mla_module("fa3", *types, dims.rank, dims.rope_dim, profiler)

@@ -66,16 +66,16 @@ class EagerPlans:
 
     def plan(self, batch: AttentionBatch, pages: Pages, *, all_new: bool) -> None:
         """Plan a batch; `pages` hold all its sequences. all_new: prompts read K and V from the new rows."""
-        self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
+        self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_single_rows
         self._all_new = all_new
-        if batch.num_decodes:
-            self.plan_decodes(pages, batch.num_decodes)
-        if batch.num_decodes == batch.num_seqs:
+        if batch.num_single_rows:
+            self.plan_decodes(pages, batch.num_single_rows)
+        if batch.num_single_rows == batch.num_seqs:
             return
         if all_new:
-            self.plan_new_prompts(batch.query_start_loc_cpu[batch.num_decodes :])
+            self.plan_new_prompts(batch.query_start_loc_cpu[batch.num_single_rows :])
         else:
-            self.plan_extends(pages, batch.num_decodes, batch.query_start_loc_cpu)
+            self.plan_extends(pages, batch.num_single_rows, batch.query_start_loc_cpu)
 
     def plan_nothing(self) -> None:
         """Plan a forward without sequences."""

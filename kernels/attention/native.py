@@ -43,7 +43,7 @@ class NativeAttention(SdpaAttention):
         self._table = batch.block_table
         self._lens = torch.from_numpy(batch.seq_lens_cpu)
         group_size = self._max_group_size
-        longest = int(batch.seq_lens_cpu[: batch.num_decodes].max(initial=0))
+        longest = int(batch.seq_lens_cpu[: batch.num_single_rows].max(initial=0))
         if self._scratch.numel() < group_size * longest:
             self._scratch = torch.empty(2 * group_size * longest)
 

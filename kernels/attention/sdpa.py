@@ -107,13 +107,13 @@ class SdpaAttention(Attention):
     def plan(self, batch: AttentionBatch) -> None:
         if not self.specs:  # of a model with linear attention alone
             return
-        self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
+        self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_single_rows
         self._span_plans = {window: self._plan_spans(batch, window) for window in self._windows}
         self._slot_mapping = batch.slot_mapping[: batch.num_tokens]
         self._plan_decodes(batch)
         self._extends = []
         starts, lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
-        for seq in range(batch.num_decodes, batch.num_seqs):
+        for seq in range(batch.num_single_rows, batch.num_seqs):
             start, end = starts[seq], starts[seq + 1]
             context = lens[seq] - (end - start)
             num_blocks = -(-lens[seq] // self.block_size)
@@ -189,7 +189,7 @@ class SdpaAttention(Attention):
             )
 
     def _plan_decodes(self, batch: AttentionBatch) -> None:
-        seq_lens = batch.seq_lens_cpu[: batch.num_decodes]
+        seq_lens = batch.seq_lens_cpu[: batch.num_single_rows]
         num_blocks = -(-seq_lens // self.block_size)
         self._decodes = [
             self._plan_group(batch, seq_lens, num_blocks, members)
@@ -213,7 +213,7 @@ class SdpaAttention(Attention):
         members: np.ndarray | None,
     ) -> DecodeGroup:
         if members is None:
-            rows, table = None, batch.block_table[: batch.num_decodes]
+            rows, table = None, batch.block_table[: batch.num_single_rows]
         else:
             rows = torch.from_numpy(members).to(batch.block_table.device)
             seq_lens, num_blocks = seq_lens[members], num_blocks[members]

@@ -128,7 +128,7 @@ class TritonPagedAttention(GraphAttention):
             self._programs = PROGRAMS_PER_SM * _multiprocessors(self._device) // self._kv_heads
 
     def plan(self, batch: AttentionBatch) -> None:
-        decodes = batch.num_decodes
+        decodes = batch.num_single_rows
         seq_lens = batch.seq_lens_cpu[:decodes]
         cuts = not self._whole(seq_lens, decodes)
         chunks = [self._chunks(seq_lens, window, decodes, cuts=cuts) for window in self._windows]
@@ -157,7 +157,7 @@ class TritonPagedAttention(GraphAttention):
 
     def _first_in_tiles(self, batch: AttentionBatch) -> int:
         """Return the first sequence of the tiles; those behind it run in tiles too."""
-        return batch.num_decodes
+        return batch.num_single_rows
 
     def _whole(self, seq_lens: np.ndarray, num_rows: int) -> bool:
         """Return whether no layer's decodes are worth a cut."""
@@ -247,7 +247,7 @@ class TritonPagedAttention(GraphAttention):
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
         graphs = self._graphs
         assert graphs is not None, "reserve_graphs comes first"
-        assert batch.num_decodes == batch.num_seqs == batch.num_tokens <= num_rows
+        assert batch.num_single_rows == batch.num_seqs == batch.num_tokens <= num_rows
         cuts = form == GraphForm.DECODES
         chunks = [
             self._chunks(batch.seq_lens_cpu, window, num_rows, cuts=cuts)

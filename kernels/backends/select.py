@@ -88,6 +88,11 @@ class Selection:
         return self.grouped_gemm_class.fp8_dense
 
     @property
+    def four_bit_experts(self) -> bool:
+        """Whether the experts' weights are held in four bits."""
+        return self.grouped_gemm_class.four_bit
+
+    @property
     def fp8_rows(self) -> bool:
         """Whether rows travel to the experts in FP8."""
         return self.all2all_class.fp8_rows and self.grouped_gemm_class.fp8_rows
@@ -215,7 +220,7 @@ def _choose(
 
 def build(selection: Selection, context: BackendContext) -> Backends:
     """Construct the chosen backends of one rank; collective unless the all-to-all is that of one rank."""
-    grouped_gemm = selection.grouped_gemm_class()
+    grouped_gemm = selection.grouped_gemm_class.build(context.shape)
     all2all = selection.all2all_class.build(
         replace(
             context,

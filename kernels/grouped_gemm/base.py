@@ -2,13 +2,14 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from kernels.activation import Activation
 from kernels.all2all.base import Layout
 from kernels.block_fp8 import BlockWeights
+from kernels.four_bit import FourBitWeights
 from kernels.interface.backend import Backend, BackendShape
 
 Biases = tuple[torch.Tensor, torch.Tensor]  # b13_e2I, b2_eD
@@ -29,6 +30,7 @@ class GroupedGemm(Backend):
     fp8_dense          beside it, dense products with weights that the checkpoint stores in FP8 run in FP8 too, by
                        `kernels.dense_fp8`
     adds_biases        it adds the biases of experts
+    four_bit           it computes with weights in four bits, of checkpoints that store the experts so
     """
 
     layouts: tuple[Layout, ...] = ("contiguous",)
@@ -41,6 +43,12 @@ class GroupedGemm(Backend):
     fp8_weights: bool = False
     fp8_dense: bool = False
     adds_biases: bool = False
+    four_bit: bool = False
+
+    @classmethod
+    def build(cls, shape: BackendShape) -> Self:
+        """Return the instance of one rank."""
+        return cls()
 
     @classmethod
     def unsupported_reason(cls, shape: BackendShape) -> str | None:
@@ -61,7 +69,7 @@ class GroupedGemm(Backend):
     @classmethod
     def step_bytes(cls, shape: BackendShape, num_rows: int) -> int:
         """Return the bytes of its inputs in expert order, activations and outputs for `num_rows` rows."""
-        widths = 2 * shape.hidden_size + 3 * shape.expert_width
+        widths = 2 * shape.hidden_size + 3 * shape.moe_intermediate_size
         return num_rows * widths * shape.dtype.itemsize
 
     @abstractmethod
@@ -90,7 +98,7 @@ class GroupedGemm(Backend):
         *,
         device: torch.device | str,
         dtype: torch.dtype,
-    ) -> torch.Tensor | BlockWeights:
+    ) -> torch.Tensor | BlockWeights | FourBitWeights:
         """Return uninitialised [num_experts, rows, columns], in the form and memory order that this product needs."""
         return torch.empty(num_experts, rows, columns, device=device, dtype=dtype)
 
@@ -100,7 +108,10 @@ class GroupedGemm(Backend):
 
 def unaligned_reason(shape: BackendShape, function: str) -> str | None:
     """Return why `function`, which reads rows in units of ROW_BYTES, cannot take the experts of `shape`, or None."""
-    for what, width in (("hidden size", shape.hidden_size), ("expert width", shape.expert_width)):
+    for what, width in (
+        ("hidden size", shape.hidden_size),
+        ("expert width", shape.moe_intermediate_size),
+    ):
         num_bytes = width * shape.dtype.itemsize
         if num_bytes % ROW_BYTES:
             return (

@@ -23,7 +23,7 @@ from kernels.grouped_gemm.deepgemm_package import (
     load_deep_gemm,
     package_unavailable,
 )
-from kernels.grouped_gemm.few_rows_fp8 import MOST_ROWS, FewRowsFp8
+from kernels.grouped_gemm.skinny_fp8 import MOST_ROWS, SkinnyFp8
 from kernels.host.capability import too_old_gpu
 from kernels.interface.backend import BackendShape
 from kernels.pending import wait_previous_ubatch
@@ -63,7 +63,7 @@ class DeepGemm(GroupedGemm):
             return f"{cls.name} takes bfloat16 only, model.dtype is {shape.dtype_name}"
         for what, width in (
             ("hidden size", shape.hidden_size),
-            ("expert width", shape.expert_width),
+            ("expert width", shape.moe_intermediate_size),
         ):
             if width % cls.width_multiple:
                 return f"{cls.name} needs widths of a multiple of {cls.width_multiple}, {what} is {width}"
@@ -157,7 +157,7 @@ class DeepGemmFp8(DeepGemm):
         from kernels.triton.scatter_fp8 import scatter_fp8
 
         self._scatter, self._gated_activation = scatter_fp8, gated_activation_fp8
-        self._few_rows = FewRowsFp8()
+        self._skinny = SkinnyFp8()
 
     def __call__(
         self,
@@ -167,10 +167,10 @@ class DeepGemmFp8(DeepGemm):
         activation: Activation = "silu",
         biases: Biases | None = None,
     ) -> torch.Tensor:
-        if isinstance(expert_input, ExpertInput) and self._few_rows.takes(expert_input):
+        if isinstance(expert_input, ExpertInput) and self._skinny.takes(expert_input):
             assert biases is None, "unsupported_reason refuses biases"
             weights = (w13_e2ID, w2_eDI)
-            return self._few_rows(expert_input, *weights, activation, num_sms=self._num_sms)
+            return self._skinny(expert_input, *weights, activation, num_sms=self._num_sms)
         return super().__call__(expert_input, w13_e2ID, w2_eDI, activation, biases)
 
     def empty_weights(

@@ -58,7 +58,7 @@ def products_of(
     found = [Product(0, *matrix, size, True) for matrix in dict.fromkeys(dense) for size in sizes]
     expert_map = ContiguousMap(shape.num_experts, shape.num_ranks)
     counts = {len(expert_map.slots_of(rank)) for rank in range(shape.num_ranks)}
-    width, hidden, top_k = shape.expert_width, shape.hidden_size, shape.top_k
+    width, hidden, top_k = shape.moe_intermediate_size, shape.hidden_size, shape.top_k
     for num_rows in (size * shape.num_ranks for size in sizes):
         if num_rows * top_k / shape.num_experts < fewest:
             continue

@@ -50,7 +50,7 @@ class TritonGroupedGemm(GroupedGemm):
     @classmethod
     def step_bytes(cls, shape: BackendShape, num_rows: int) -> int:
         """See GroupedGemm. It neither copies rows into expert order nor stores gate and up."""
-        widths = shape.hidden_size + shape.expert_width
+        widths = shape.hidden_size + shape.moe_intermediate_size
         return num_rows * widths * shape.dtype.itemsize
 
     def __init__(self, num_sms: int | None = None, *, hopper: bool | None = None):

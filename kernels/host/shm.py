@@ -141,7 +141,7 @@ class Channel:
 class SharedMemoryGroup:
     """All ranks of a group on one host. Constructing it waits for all of them.
 
-    name         equal on all ranks and used by no other group
+    name         equal on all ranks, used by no other group, and not to be guessed by other users of the host
     rank         among the `num_ranks` ranks of this host; errors name it as rank `first_rank + rank`
     left         ends the waits of this rank when it is set, also those of the constructor
     slot_bytes   bytes of a slot of each channel
@@ -174,11 +174,11 @@ class SharedMemoryGroup:
         attach_timeout_s = timeout_s if attach_timeout_s is None else attach_timeout_s
         deadline = time.monotonic() + attach_timeout_s
         path = SHM_FOLDER / f"phalanx-{name}"
+        if rank == 0:
+            self._fd = _create(path, size)
+        else:
+            self._fd = _open(path, size, deadline, first_rank, self._left)
         try:
-            if rank == 0:
-                self._fd = _create(path, size)
-            else:
-                self._fd = _open(path, size, deadline, first_rank, self._left)
             self._map = mmap.mmap(self._fd, size)
             self.words = memoryview(self._map).cast("q")
             lock_byte(self._fd, rank)
@@ -305,14 +305,16 @@ def _row_word(rank: int, num_ranks: int) -> int:
 
 
 def _create(path: Path, size: int) -> int:
-    """Create the segment, all zeros. It gets its name only when it is complete."""
+    """Create the segment, all zeros. It gets its name only when it is complete, and takes no name that is in use."""
     draft = path.with_name(f"{path.name}.draft")
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.posix_fallocate(fd, 0, size)
-        os.rename(draft, path)
+        os.link(draft, path)
+    except FileExistsError:
+        os.close(fd)
+        raise
     except OSError as error:
-        draft.unlink(missing_ok=True)
         os.close(fd)
         stats = os.statvfs(path.parent)
         free = stats.f_bavail * stats.f_frsize
@@ -321,6 +323,8 @@ def _create(path: Path, size: int) -> int:
             f"{error.strerror}: the ranks' shared memory needs {size / 2**20:.1f} MiB in {path.parent}, "
             f"{free / 2**20:.1f} MiB are free; lower scheduler.max_num_batched_tokens",
         ) from error
+    finally:
+        draft.unlink()
     return fd
 
 
@@ -328,7 +332,7 @@ def _open(path: Path, size: int, deadline: float, first_rank: int, left: threadi
     """Open the segment that the first rank of the host creates."""
     while True:
         try:
-            fd = os.open(path, os.O_RDWR)
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             break
         except FileNotFoundError:
             if left.is_set():
@@ -336,6 +340,11 @@ def _open(path: Path, size: int, deadline: float, first_rank: int, left: threadi
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {first_rank} did not create {path} in time") from None
             time.sleep(1e-3)
-    found = os.fstat(fd).st_size
-    assert found == size, f"rank {first_rank}'s segment has {found} bytes, expected {size}"
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid():
+        os.close(fd)
+        raise PermissionError(f"{path} was made by user {found.st_uid}, not by rank {first_rank}")
+    assert found.st_size == size, (
+        f"rank {first_rank}'s segment has {found.st_size} bytes, expected {size}"
+    )
     return fd

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class LatentDims:
+class MlaDims:
     """Multi-head latent attention (MLA): all heads of K and V of a token are projections of one cached latent.
 
     rank       values of the latent
@@ -33,7 +33,7 @@ class AttentionSpec:
     window     tokens that a query attends to, its own included; None: its whole sequence
     sinks      each query head has a sink: a score without a key and value, which takes a part of the softmax
     fp8_cache  K and V are cached in e4m3, with a scale for each token and head
-    latent     sizes of latent attention, which has num_kv_heads of 1 and head_dim for q and k alone; None: heads of
+    mla        sizes of latent attention, which has num_kv_heads of 1 and head_dim for q and k alone; None: heads of
                K and V are cached
     """
 
@@ -42,7 +42,7 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None = None
-    latent: LatentDims | None = None
+    mla: MlaDims | None = None
     sinks: bool = False
     fp8_cache: bool = False
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.four_bit_format import FourBitFormat
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 
@@ -18,14 +19,15 @@ class BackendShape:
     """The model, the ranks and the steps that backends are chosen for and sized by.
 
     device           device type, "cpu" or "cuda"
-    dtype            of the hidden states, and of the weights unless a grouped GEMM holds them in FP8
+    dtype            of the hidden states, and of the weights unless a grouped GEMM holds them in FP8 or in four bits
     num_ranks        ranks of the group, spread over num_nodes hosts
-    hidden_size      D; expert_width is the experts' I
+    hidden_size      D; moe_intermediate_size is the experts' I
     num_experts      of the model, top_k of them for a token
     max_num_tokens   most rows of one rank in a step
     attention_specs  one entry a layer; empty where every attention serves the model
     linear_specs     one entry a layer of linear attention; empty where the model has none
     fp8_checkpoint   whether the checkpoint stores the experts in FP8
+    four_bit         the format of the experts, where the checkpoint packs all of them in four bits in one format
     expert_bias      whether the experts' products have biases
     fp8_rows         rows travel to the experts in FP8; from the chosen all-to-all and grouped GEMM
     """
@@ -35,13 +37,14 @@ class BackendShape:
     num_ranks: int
     num_nodes: int = 1
     hidden_size: int
-    expert_width: int
+    moe_intermediate_size: int
     num_experts: int
     top_k: int
     max_num_tokens: int
     attention_specs: tuple[AttentionSpec, ...] = ()
     linear_specs: tuple[LinearAttentionSpec, ...] = ()
     fp8_checkpoint: bool = False
+    four_bit: FourBitFormat | None = None
     expert_bias: bool = False
     fp8_rows: bool = False
 
@@ -84,8 +87,3 @@ class Backend(ABC):
     def auto_reason(cls, shape: BackendShape) -> str | None:
         """Return why `auto` takes the backend for `shape` where it can run, or None if `auto` never does."""
         return cls.auto if shape.device in cls.devices else None
-
-    @classmethod
-    def recognised_package(cls) -> tuple[str, str] | None:
-        """Return name and recognised generation of its package; None for a package without generations."""
-        return None

@@ -27,7 +27,8 @@ class KernelsConfig(BaseModel):
     grouped_gemm: GroupedGemmName = Field(
         "auto",
         description="The experts' matrix products. deepgemm_fp8 rounds weights to FP8 while loading them; auto takes "
-        "it for checkpoints in FP8.",
+        "it for checkpoints in FP8. triton_four_bit and native_four_bit keep weights in four bits, which other "
+        "backends widen to model.dtype.",
     )
     attention: AttentionName = Field("auto", description="Attention over the paged KV cache.")
     linear_attention: LinearAttentionName = Field(

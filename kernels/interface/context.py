@@ -1,6 +1,8 @@
 """The inputs that the backends of one rank are built from. Knows nothing of particular backends."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ class BackendContext:
     shared_memory    memory that the ranks of this host share, with one channel for each of
                      `Selection.shared_memory_slots`; None if the all-to-all needs no channels
     network          this host's address for the ranks of other hosts; None for a rank alone
+    gather           returns a JSON value of every rank, in rank order; None for a rank alone
     block_size       tokens of a block of the KV cache
     row_alignment    on GPUs: the first permuted row of each expert must be a multiple of it; from the grouped GEMM
     unaligned_rows   up to so many rows of an expert on average need no alignment; from the grouped GEMM
@@ -33,6 +36,7 @@ class BackendContext:
     group: dist.ProcessGroup | None
     shared_memory: SharedMemoryGroup | None
     network: HostNetwork | None = None
+    gather: Callable[[Any], Sequence[Any]] | None = None
     expert_map: ExpertMap
     block_size: int
     row_alignment: int = 1

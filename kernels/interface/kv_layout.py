@@ -82,8 +82,8 @@ class PagedLatents(KVLayout):
 
 def layout_of(spec: AttentionSpec) -> KVLayout:
     """Return the layout of a layer's cache in every backend that declares no other."""
-    if spec.latent is not None:
-        return PagedLatents(spec.latent.width)
+    if spec.mla is not None:
+        return PagedLatents(spec.mla.width)
     return PagedFp8Heads.of(spec) if spec.fp8_cache else PagedHeads.of(spec)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 ALL2ALL = {
     "local": "kernels.all2all.local.LocalAllToAll",
     "shm": "kernels.all2all.shm.ShmAllToAll",
-    "two_level": "kernels.all2all.two_level.TwoLevelAllToAll",
+    "hierarchical": "kernels.all2all.hierarchical.HierarchicalAllToAll",
     "copy_engine": "kernels.all2all.copy_engine.CopyEngineAllToAll",
     "allgather": "kernels.all2all.allgather.AllGatherAllToAll",
     "torch_dist": "kernels.all2all.torch_dist.TorchDistAllToAll",
@@ -20,6 +20,8 @@ ALL2ALL = {
 }
 GROUPED_GEMM = {
     "deepgemm_fp8": "kernels.grouped_gemm.deepgemm.DeepGemmFp8",
+    "triton_four_bit": "kernels.grouped_gemm.triton_four_bit.TritonFourBit",
+    "native_four_bit": "kernels.grouped_gemm.native_four_bit.NativeFourBit",
     "native": "kernels.grouped_gemm.native.NativeGroupedGemm",
     "triton": "kernels.grouped_gemm.triton_grouped.TritonGroupedGemm",
     "deepgemm": "kernels.grouped_gemm.deepgemm.DeepGemm",
@@ -29,11 +31,11 @@ GROUPED_GEMM = {
 ATTENTION = {
     "flashinfer": "kernels.attention.flashinfer.FlashInferAttention",
     "flashinfer_fp8": "kernels.attention.flashinfer_fp8.FlashInferFp8Attention",
-    "flashinfer_latent": "kernels.attention.flashinfer_latent.FlashInferLatentAttention",
+    "flashinfer_mla": "kernels.attention.flashinfer_mla.FlashInferMlaAttention",
     "triton": "kernels.attention.triton_paged.TritonPagedAttention",
     "native": "kernels.attention.native.NativeAttention",
     "sdpa": "kernels.attention.sdpa.SdpaAttention",
-    "latent": "kernels.attention.latent.LatentAttention",
+    "mla": "kernels.attention.mla.MlaAttention",
 }
 LINEAR_ATTENTION = {
     "triton": "kernels.linear_attention.triton_delta.TritonLinearAttention",

@@ -101,8 +101,8 @@ class TorchLinearAttention(LinearAttention):
     def plan(self, batch: AttentionBatch) -> None:
         device = batch.block_table.device
         slots, fresh = state_slots(batch, device), fresh_sequences(batch)
-        self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
-        decodes = batch.num_decodes
+        self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_single_rows
+        decodes = batch.num_single_rows
         self._decodes = Sequences(slots[:decodes], _flags(fresh[:decodes], device))
         self._prompts: dict[int, Prompts] = {}
         if batch.num_seqs > decodes:

@@ -72,7 +72,7 @@ class TritonLinearAttention(LinearAttention):
         return shape.max_num_tokens * max(tokens, default=0)
 
     def plan(self, batch: AttentionBatch) -> None:
-        slots, cut = signed_slots(batch, batch.block_table.device), batch.num_decodes
+        slots, cut = signed_slots(batch, batch.block_table.device), batch.num_single_rows
         self._num_tokens, self._decode_slots, self._table = batch.num_tokens, slots[:cut], None
         if batch.num_seqs > cut:
             self._table = step_table(batch.query_start_loc_cpu[cut:], slots[cut:])
@@ -84,7 +84,7 @@ class TritonLinearAttention(LinearAttention):
         self._graph_table = graph_table(max_rows, max_seqs, device)
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> None:
-        cut = batch.num_decodes
+        cut = batch.num_single_rows
         decodes = min(num_rows, self._max_seqs) if prompts else num_rows
         assert cut <= decodes and (prompts or cut == batch.num_seqs), (cut, batch.num_seqs)
         slots, signed = self._graph_slots[:decodes], signed_slots(batch, self._graph_slots.device)

@@ -238,6 +238,114 @@ void grouped_gated_mlp(const float *x, const int32_t *ends, int64_t experts, int
     }
 }
 
+/* A matrix [N, K] in four bits, as kernels.four_bit has it, not tiled. kind 0: e2m1 with exponents, 1: whole numbers with
+ * scales in float16. zeros: NULL for 8; order: NULL for columns in order. */
+typedef struct {
+    const uint8_t *values;
+    const void *scales;
+    const uint8_t *zeros;
+    const int32_t *order;
+} four_bit;
+
+/* float of the bits of a finite float16 */
+static inline float from_half(uint16_t half)
+{
+    uint32_t bits = (uint32_t)(half & 0x7FFF) << 13;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    value *= 0x1p112f; /* moves the exponent; subnormal values come out right, too */
+    return half & 0x8000 ? -value : value;
+}
+
+/* out[32] = table of the low or the high bits of 32 bytes, minus zero, times scale */
+static inline void expand_half(const uint8_t *bytes, int shift, const float *table, float zero, float scale, float *out)
+{
+    for (int j = 0; j < 32; j++)
+        out[j] = (table[bytes[j] >> shift & 15] - zero) * scale;
+}
+
+static const float WHOLE[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+static const float E2M1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+
+/* out[K] = row n of a matrix */
+static void expand_row(const four_bit *w, int64_t kind, int64_t group, int64_t n, int64_t N, int64_t K, float *out)
+{
+    const uint8_t *bytes = w->values + n * (K / 2);
+    for (int64_t k = 0; k < K; k += 32) {
+        int64_t at = k / group * N + n;
+        float scale = kind ? from_half(((const uint16_t *)w->scales)[at])
+                           : ldexpf(1.0f, (int)((const uint8_t *)w->scales)[at] - 127);
+        float zero = !kind ? 0.0f : w->zeros ? (float)w->zeros[at] : 8.0f;
+        expand_half(bytes + k / 64 * 32, k & 32 ? 4 : 0, kind ? WHOLE : E2M1, zero, scale, out + k);
+    }
+}
+
+/* y[rows, N] = x[rows, K] @ w[N, K].T; scratch holds OUTPUTS K floats, and K for each row where columns have an order */
+static void four_bit_product(const float *x, const four_bit *w, int64_t kind, int64_t group, float *y, int64_t rows,
+                             int64_t N, int64_t K, float *scratch)
+{
+    memset(y, 0, rows * N * sizeof *y);
+    if (w->order) {
+        float *ordered = scratch + OUTPUTS * K;
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t k = 0; k < K; k++)
+                ordered[r * K + k] = x[r * K + w->order[k]];
+        x = ordered;
+    }
+    for (int64_t n = 0; n < N; n += OUTPUTS) {
+        int64_t r = 0, outs = N - n < OUTPUTS ? N - n : OUTPUTS;
+        for (int64_t i = 0; i < outs; i++)
+            expand_row(w, kind, group, n + i, N, K, scratch + i * K);
+        for (; r + 4 <= rows && outs == OUTPUTS; r += 4)
+            block(x + r * K, scratch, 4, OUTPUTS, K, y + r * N + n, N);
+        for (; r < rows; r++)
+            for (int64_t i = 0; i < outs; i++)
+                block(x + r * K, scratch + i * K, 1, 1, K, y + r * N + n + i, N);
+    }
+}
+
+/* y[R, N] = x[R, K] @ w[N, K].T; scratch holds OUTPUTS + R times K floats */
+void four_bit_linear(const float *x, const four_bit *w, int64_t kind, int64_t group, int64_t R, int64_t K, int64_t N,
+                     float *y, float *scratch)
+{
+    four_bit_product(x, w, kind, group, y, R, N, K, scratch);
+}
+
+/* The matrix of expert e of several [N, K] */
+static four_bit four_bit_of(const four_bit *all, int64_t e, int64_t kind, int64_t group, int64_t N, int64_t K)
+{
+    int64_t scales = e * (K / group) * N;
+    four_bit one = {
+        all->values + e * N * (K / 2),
+        (const char *)all->scales + scales * (kind ? 2 : 1),
+        all->zeros ? all->zeros + scales : NULL,
+        all->order ? all->order + e * K : NULL,
+    };
+    return one;
+}
+
+/* As grouped_gated_mlp, of weights in four bits: w13 [experts, 2I, D], w2 [experts, D, I]. scratch holds 3 I floats for
+ * each row of the largest group, OUTPUTS + rows of that group times the larger of D and I. */
+void grouped_gated_mlp_four_bit(const float *x, const int32_t *ends, int64_t experts, int64_t D, int64_t I,
+                                int64_t activation, int64_t kind, int64_t group, const four_bit *w13,
+                                const four_bit *w2, const float *b13, const float *b2, float *y, float *scratch)
+{
+    int64_t start = 0;
+    for (int64_t e = 0; e < experts; start = ends[e++]) {
+        int64_t rows = ends[e] - start;
+        float *both = scratch, *hidden = both + rows * 2 * I, *rest = hidden + rows * I;
+        four_bit up = four_bit_of(w13, e, kind, group, 2 * I, D), down = four_bit_of(w2, e, kind, group, D, I);
+        if (!rows)
+            continue;
+        four_bit_product(x + start * D, &up, kind, group, both, rows, 2 * I, D, rest);
+        add_bias(both, b13 ? b13 + e * 2 * I : NULL, rows, 2 * I);
+        for (int64_t r = 0; r < rows; r++)
+            activate(both + r * 2 * I, both + r * 2 * I + I, I, activation, hidden + r * I);
+        four_bit_product(hidden, &down, kind, group, y + start * D, rows, D, I, rest);
+        add_bias(y + start * D, b2 ? b2 + e * D : NULL, rows, D);
+    }
+}
+
 /* scores[g * len + t] = scale * query[g] . key[t] over the pages of one KV head */
 static void score_pages(const float *query, const float *k, const int64_t *blocks, int64_t len, int64_t G, int64_t d,
                         int64_t block_size, int64_t row, float scale, float *scores)

@@ -90,10 +90,10 @@ class DenseKernels:
         self,
         logits_RE: torch.Tensor,
         top_k: int,
-        renormalise: bool,
+        norm_topk_prob: bool,
         *,
-        score: str = "softmax",
-        scaling: float = 1.0,
+        scoring_func: str = "softmax",
+        routed_scaling_factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return topk_idx int64 [R, k], best first, and their weights; see `kernels.triton.route.route_top_k`."""
         num_rows, num_experts = logits_RE.shape
@@ -104,9 +104,9 @@ class DenseKernels:
             num_rows,
             num_experts,
             top_k,
-            renormalise,
-            score == "sigmoid",
-            scaling,
+            norm_topk_prob,
+            scoring_func == "sigmoid",
+            routed_scaling_factor,
             ids_Rk.data_ptr(),
             weights_Rk.data_ptr(),
         )

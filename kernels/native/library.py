@@ -26,6 +26,8 @@ FLAGS = (
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "grouped_gated_mlp": [_POINTER] * 2 + [_INT] * 4 + [_POINTER] * 6,
+    "four_bit_linear": [_POINTER] * 2 + [_INT] * 5 + [_POINTER] * 2,
+    "grouped_gated_mlp_four_bit": [_POINTER] * 2 + [_INT] * 6 + [_POINTER] * 6,
     "paged_decode": [_POINTER, _INT, *[_POINTER] * 3, _INT, _POINTER, *[_INT] * 6, _FLOAT]
     + [_POINTER] * 3,
     "delta_decode": [_POINTER, _INT] * 3

@@ -44,7 +44,7 @@ def _route_top_k(
     TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    RENORMALISE: tl.constexpr,
+    NORM_TOPK_PROB: tl.constexpr,
     SIGMOID: tl.constexpr,
     SCALING: tl.constexpr,
     ON_DEVICE: tl.constexpr,
@@ -66,13 +66,13 @@ def _route_top_k(
     best_logit = tl.where(chosen, best_bits.to(tl.float32, bitcast=True), float("-inf"))
     if SIGMOID:
         weights = tl.sigmoid(best_logit)
-        if RENORMALISE:
+        if NORM_TOPK_PROB:
             weights = weights / (tl.sum(weights) + 1e-20)
     else:
         top = tl.max(best_logit)
         weights = tl.exp(best_logit - top)
         total = tl.sum(weights)
-        if not RENORMALISE:
+        if not NORM_TOPK_PROB:
             total = tl.sum(tl.exp(logit - top))
         weights = weights / total
     if SCALING != 1.0:
@@ -87,19 +87,19 @@ def _route_top_k(
 def route_top_k(
     logits_TE: torch.Tensor,
     top_k: int,
-    renormalise: bool,
+    norm_topk_prob: bool,
     num_tokens: int | torch.Tensor,
     *,
-    score: str = "softmax",
-    scaling: float = 1.0,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return topk_idx int64 [T, K], best first, and their weights float32 [T, K].
 
     logits       any floating dtype, contiguous
-    renormalise  divide the weights of a row by their sum
+    norm_topk_prob  divide the weights of a row by their sum
     num_tokens   rows from it on get ids of -1; an integer tensor [1] on the device is read at each replay of a graph
-    score        "softmax" over all logits of a row, or "sigmoid" of each
-    scaling      factor on the weights
+    scoring_func "softmax" over all logits of a row, or "sigmoid" of each
+    routed_scaling_factor  factor on the weights
     """
     num_rows, num_experts = logits_TE.shape
     assert logits_TE.is_contiguous()
@@ -117,9 +117,9 @@ def route_top_k(
             TOP_K=top_k,
             BLOCK_E=triton.next_power_of_2(num_experts),
             BLOCK_K=triton.next_power_of_2(top_k),
-            RENORMALISE=renormalise,
-            SIGMOID=score == "sigmoid",
-            SCALING=scaling,
+            NORM_TOPK_PROB=norm_topk_prob,
+            SIGMOID=scoring_func == "sigmoid",
+            SCALING=routed_scaling_factor,
             ON_DEVICE=on_device,
             **dependent_launch(num_rows),
             num_warps=1,

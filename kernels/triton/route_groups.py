@@ -17,11 +17,11 @@ def _open_groups(
     inside,
     NUM_EXPERTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
+    TOPK_GROUP: tl.constexpr,
     TOP2: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Whether each expert is in one of the TOP_GROUPS best groups; TOP2: by the sum of its two best experts."""
+    """Whether each expert is in one of the TOPK_GROUP best groups; TOP2: by the sum of its two best experts."""
     group_size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     group_of = expert // group_size
     group = tl.arange(0, BLOCK_G)
@@ -33,10 +33,10 @@ def _open_groups(
             first = tl.min(tl.where(members == best, expert, NUM_EXPERTS))
             best += tl.max(tl.where(expert == first, float("-inf"), members))
         score = tl.where(group == g, best, score)
-    keys = top_k_keys(score, group, group < NUM_GROUPS, TOP_GROUPS, BLOCK_G, BLOCK_G)
+    keys = top_k_keys(score, group, group < NUM_GROUPS, TOPK_GROUP, BLOCK_G, BLOCK_G)
     best_groups = BLOCK_G - 1 - (keys & 0xFFFFFFFF)
     is_open = expert < 0
-    for g in tl.static_range(TOP_GROUPS):
+    for g in tl.static_range(TOPK_GROUP):
         is_open = is_open | (group_of == tl.sum(tl.where(group == g, best_groups, 0)))
     return is_open
 
@@ -52,13 +52,13 @@ def _route_groups(
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
+    TOPK_GROUP: tl.constexpr,
     TOP2: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BIAS: tl.constexpr,
-    RENORMALISE: tl.constexpr,
+    NORM_TOPK_PROB: tl.constexpr,
     SIGMOID: tl.constexpr,
     SCALING: tl.constexpr,
     ON_DEVICE: tl.constexpr,
@@ -76,9 +76,9 @@ def _route_groups(
     choice = score
     if BIAS:
         choice += tl.load(bias_ptr + expert, mask=inside, other=0.0)
-    if TOP_GROUPS < NUM_GROUPS:
+    if TOPK_GROUP < NUM_GROUPS:
         inside &= _open_groups(
-            choice, expert, inside, NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS, TOP2, BLOCK_G
+            choice, expert, inside, NUM_EXPERTS, NUM_GROUPS, TOPK_GROUP, TOP2, BLOCK_G
         )
     keys = top_k_keys(choice, expert, inside, TOP_K, BLOCK_E, BLOCK_K)
     ids = BLOCK_E - 1 - (keys & 0xFFFFFFFF)
@@ -87,7 +87,7 @@ def _route_groups(
     for k in tl.static_range(TOP_K):  # of the scores without bias
         chosen = tl.sum(tl.where(nth == k, ids, 0))
         weights = tl.where(nth == k, tl.sum(tl.where(expert == chosen, score, 0.0)), weights)
-    if RENORMALISE:
+    if NORM_TOPK_PROB:
         weights = weights / (tl.sum(weights) + 1e-20)
     weights = weights * SCALING
     if ON_DEVICE:
@@ -104,23 +104,23 @@ def route_groups(
     num_tokens: int | torch.Tensor,
     *,
     num_groups: int,
-    top_groups: int,
+    topk_group: int,
     group_score: str,
-    renormalise: bool,
-    score: str,
-    scaling: float,
+    norm_topk_prob: bool,
+    scoring_func: str,
+    routed_scaling_factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return topk_idx int64 [T, K], best first, and their weights float32 [T, K].
 
     logits       float32, contiguous; bias float32, for the choice alone, None: no bias
     num_tokens   rows from it on get ids of -1; an integer tensor [1] on the device is read at each replay of a graph
     group_score  score of a group: "max" of its experts, or the sum of its two best ("top2")
-    score        "softmax" over all logits of a row, or "sigmoid" of each
-    renormalise  divide the weights of a row by their sum; scaling: factor on the weights
+    scoring_func "softmax" over all logits of a row, or "sigmoid" of each
+    norm_topk_prob  divide the weights of a row by their sum; routed_scaling_factor: factor on the weights
     """
     num_rows, num_experts = logits_TE.shape
     assert logits_TE.is_contiguous() and num_experts % num_groups == 0
-    assert top_k <= top_groups * (num_experts // num_groups), "open groups have too few experts"
+    assert top_k <= topk_group * (num_experts // num_groups), "open groups have too few experts"
     ids_TK = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits_TE.device)
     weights_TK = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits_TE.device)
     on_device = isinstance(num_tokens, torch.Tensor)
@@ -135,15 +135,15 @@ def route_groups(
             NUM_EXPERTS=num_experts,
             TOP_K=top_k,
             NUM_GROUPS=num_groups,
-            TOP_GROUPS=top_groups,
+            TOPK_GROUP=topk_group,
             TOP2=group_score == "top2",
             BLOCK_E=triton.next_power_of_2(num_experts),
             BLOCK_K=triton.next_power_of_2(top_k),
             BLOCK_G=triton.next_power_of_2(num_groups),
             BIAS=bias_E is not None,
-            RENORMALISE=renormalise,
-            SIGMOID=score == "sigmoid",
-            SCALING=scaling,
+            NORM_TOPK_PROB=norm_topk_prob,
+            SIGMOID=scoring_func == "sigmoid",
+            SCALING=routed_scaling_factor,
             ON_DEVICE=on_device,
             num_warps=1,
         )

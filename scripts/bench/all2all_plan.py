@@ -91,7 +91,7 @@ def shape_of(args: argparse.Namespace, tokens: int) -> BackendShape:
         dtype=args.dtype,
         num_ranks=args.ranks,
         hidden_size=args.hidden,
-        expert_width=args.width,
+        moe_intermediate_size=args.width,
         num_experts=args.experts,
         top_k=args.top_k,
         max_num_tokens=tokens,

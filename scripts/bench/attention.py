@@ -73,7 +73,7 @@ class Case:
         self.batch = SimpleNamespace(
             num_tokens=int(new.sum()),
             num_seqs=len(seqs),
-            num_decodes=int((new == 1).sum()),
+            num_single_rows=int((new == 1).sum()),
             query_start_loc_cpu=np.cumsum([0, *new], dtype=np.int32),
             seq_lens_cpu=lens,
             block_table=torch.from_numpy(table).cuda(),
@@ -130,7 +130,7 @@ def time_attention(label: str, seqs: Seqs) -> Row:
     flashinfer.plan(case.batch)
     row["flashinfer_us"] = device_us(case.layer(flashinfer))
     row["plan_host_us"] = host_us(lambda: flashinfer.plan(case.batch))
-    if case.batch.num_decodes == len(seqs):
+    if case.batch.num_single_rows == len(seqs):
         flashinfer.reserve_graphs(len(seqs), len(seqs), case.batch.block_table.shape[1])
         form = flashinfer.form(case.batch, len(seqs), prompts=False)
         flashinfer.plan_graph(case.batch, len(seqs), form)

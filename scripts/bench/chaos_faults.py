@@ -20,6 +20,7 @@ STATE = re.compile(r"^(\w+), epoch (\d+)", re.M)
 SERVING_S = 120.0
 """Time for a group to serve again."""
 STOPPED_S = 5.0
+INGRESS_STOPPED_S = 15.0
 POISON_SEED = 666_000_666
 """Seed of a request that fails each step of a rank, see fault_hooks."""
 DELAYED_S = 3.0
@@ -215,6 +216,14 @@ async def kill_ingress(victim: Victim, rng: random.Random) -> None:
     await gone(process)
 
 
+async def stop_ingress(victim: Victim, rng: random.Random) -> None:
+    """SIGSTOP of an HTTP process for 15 s, longer than its lease: its requests leave the ranks, and come back."""
+    process = rng.choice(victim.processes("ray::ServeReplica"))
+    process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(INGRESS_STOPPED_S)
+    process.send_signal(signal.SIGCONT)
+
+
 FAULTS: dict[str, Fault] = {
     "kill": kill,
     "die": at_point("die"),
@@ -231,8 +240,11 @@ FAULTS: dict[str, Fault] = {
     "delay": delay,
     "supervisor": kill_supervisor,
     "ingress": kill_ingress,
+    "ingress-stop": stop_ingress,
+    "lost": at_point("lost"),
+    "reset": at_point("reset"),
 }
-WITHOUT_REBUILD = {"delay", "supervisor", "ingress"}
+WITHOUT_REBUILD = {"delay", "supervisor", "ingress", "ingress-stop", "lost", "reset"}
 MAY_PASS = {"stop-continue"}
 """Failures that end by themselves, perhaps before the group notices."""
 UNNOTICED_S = 15.0

@@ -186,7 +186,7 @@ def plan(
         dtype=args.dtype,
         num_ranks=1,
         hidden_size=args.hidden,
-        expert_width=args.width,
+        moe_intermediate_size=args.width,
         num_experts=args.experts,
         top_k=args.top_k,
         max_num_tokens=max(args.tokens),

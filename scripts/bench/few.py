@@ -66,7 +66,9 @@ class Technique:
 
 TECHNIQUES = {
     "dependent launch": Technique("kernels.triton.pdl", "MOST_ROWS"),
-    "thin products": Technique("kernels.triton.thin_linear", "MOST_DEEP_ROWS", "MOST_SMALL_ROWS"),
+    "skinny products": Technique(
+        "kernels.triton.skinny_linear", "MOST_DEEP_ROWS", "MOST_SMALL_ROWS"
+    ),
 }
 FEW = tuple(State("decode", seqs, 512, 768, of_group=True) for seqs in (1, 4, 8))
 # Each is compared with the first; "all" is what serves.

@@ -27,7 +27,7 @@ from kernels.all2all.base import ExpertInput
 from kernels.all2all.payload import permute_local
 from kernels.block_fp8 import BlockWeights, Fp8Rows
 from kernels.grouped_gemm.deepgemm import DeepGemm, DeepGemmFp8
-from kernels.grouped_gemm.few_rows_fp8 import FewRowsFp8
+from kernels.grouped_gemm.skinny_fp8 import SkinnyFp8
 from kernels.routing.device_routing import DeviceRouting, route_on_device
 from kernels.routing.permute import Permutation
 from scripts.bench.inputs import need_gpus
@@ -116,14 +116,14 @@ class Experts:
     def whole(self, times: int) -> Result:
         """Microseconds of the experts' MLP by our kernels and by DeepGEMM, quantising included."""
         gemm, weights = DeepGemmFp8(), (self.w13, self.w2)
-        few, sms = gemm._few_rows, gemm._all_sms
+        few, sms = gemm._skinny, gemm._all_sms
         runs: Runs = {
-            "few_rows_us": lambda _: few(self.input, *weights, num_sms=sms),
+            "skinny_us": lambda _: few(self.input, *weights, num_sms=sms),
             "deepgemm_us": lambda _: DeepGemm.__call__(gemm, self.input, *weights),
         }
         found = timed(runs, times)
         size = sum(w.values[0].numel() for w in weights) * self.used
-        for kernel in ("few_rows", "deepgemm"):
+        for kernel in ("skinny", "deepgemm"):
             found[f"{kernel}_gb_s"] = round(size / found[f"{kernel}_us"] / 1e3)
         return {"experts": self.name, "mean_rows": self.mean, "used": self.used, **found}
 
@@ -171,7 +171,7 @@ class Decode:
         self.topk_weights = torch.full((seqs, self.top_k), 1e-4, device="cuda")
         self.order = Permutation(range(self.num), num_experts=self.num, device="cuda")
 
-    def layer(self, few: FewRowsFp8, call: int) -> None:
+    def layer(self, few: SkinnyFp8, call: int) -> None:
         """Route, multiply and sum; x becomes the sum."""
         rows = (self.x, self.ids[call], self.topk_weights)
         found = permute_local(*rows, self.order, None, fp8=True)
@@ -183,7 +183,7 @@ class Decode:
         """Microseconds of a layer, by tiles, and of reading the weights that it needs."""
         used = sum(len(ids.unique()) for ids in self.ids) / TIMES
         size = used * 3 * self.hidden * self.width
-        runs: Runs = {"own": partial(self.layer, FewRowsFp8())}
+        runs: Runs = {"own": partial(self.layer, SkinnyFp8())}
         for name, tiles in DECODE_TILES.items():
             runs[name] = partial(self.layer, FixedTiles(*tiles))
         found = timed(runs, times)
@@ -193,7 +193,7 @@ class Decode:
         return {"decodes": self.seqs, **least, **found, "own_share": share}
 
 
-class FixedTiles(FewRowsFp8):
+class FixedTiles(SkinnyFp8):
     """Our kernel with given tiles."""
 
     def __init__(self, *tiles: tuple[Any, ...]):

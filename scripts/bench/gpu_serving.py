@@ -119,10 +119,11 @@ def measure_with(
     settings = [f"cluster.ranks={options.ranks}", *model, *options.set]
     served = serve(options, settings, log)
     on_cpu = served["resolved"]["config"]["cluster"]["device"] == "cpu"
+    origin = results.origin(0 if on_cpu else options.ranks, options.commit, served=True)
     report = {
         "method": __doc__,
-        **results.origin(0 if on_cpu else options.ranks, options.commit, served=True),
-        "assumed_hardware": asdict(Hardware()),
+        **origin,
+        "assumed_hardware": asdict(Hardware.of(origin["hardware"]["gpus"])),
         "ranks": options.ranks,
         "scale": options.scale,
         "published_tokenizer": published,
@@ -200,6 +201,7 @@ def run_load(server: ServerProcess, load: Load, resolved: dict[str, Any]) -> dic
         fp8_experts=resolved["backends"]["grouped_gemm"]["name"] == "deepgemm_fp8",
         fp8_cache=resolved["config"]["cache"]["dtype"] == "fp8",
         states=None if states == "auto" else states,
+        hardware=Hardware.of(machine.hardware()["gpus"]),
     )
     print(
         f"{load.concurrency} / {load.input_len} / {load.output_len}: "

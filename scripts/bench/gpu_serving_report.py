@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from scripts.bench.results import origin_line
+from scripts.bench.results import devices, origin_line
 
 # vLLM 0.26 (data parallel 4, expert parallel, CUDA graphs) on four H200 with the same weights' shapes:
 # output tok/s or, for the last, total tok/s.
@@ -48,9 +48,10 @@ def _loads(report: dict[str, Any]) -> list[str]:
     lines = [
         "| in flight / in / out | output tok/s | floor | total tok/s | floor | of the floor "
         "| first token p50 / p99 (ms) | per token p50 / p99 (ms) | floor of a decode step (ms) "
-        "| errors | vLLM 0.26, 4 GPUs |",
+        "| errors | vLLM 0.26, 4 H200 |",
         "|---|" + "---:|" * 10,
     ]
+    peer = PEER if devices(report) == "4 x NVIDIA H200" else {}
     for load in report["loads"]:
         result, floor = load["result"], load["floor"]
         key = load["in_flight"], load["input_len"], load["output_len"]
@@ -65,7 +66,7 @@ def _loads(report: dict[str, Any]) -> list[str]:
             _pair(result["tpot_ms"]),
             f"{1e3 * max(step.values()):.2f}",
             str(sum(result["errors"].values())),
-            PEER.get(key, "-"),
+            peer.get(key, "-"),
         ]
         lines.append(f"| {label_of(load)} | " + " | ".join(cells) + " |")
     return lines

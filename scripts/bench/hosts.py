@@ -8,6 +8,7 @@ Writes JSON and prints a table. Needs root.
 
 import argparse
 import json
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from cluster.config.resolve import resolve_rank_config
 from kernels.all2all.payload import RowFormat
 from scripts.bench import ROOT, namespaces
 from scripts.bench.results import Found, add_options, markdown_table, origin, origin_line, save
-from workers.models.checkpoint import make_checkpoint
+from scripts.make_checkpoint import make_checkpoint
 from workers.rank.process import RankProcess
 
 # Nothing connects to Ray, but the checks want an address for several nodes.
@@ -71,7 +72,7 @@ class Layout:
     def start(self, hosts: namespaces.TwoHosts, config: Path, load: Found) -> None:
         """Start the ranks; rank 0 opens the store through which they meet."""
         sets = [f"cluster.ranks={self.ranks}", f"cluster.nodes={self.nodes}", *self.settings]
-        given = {**load, "config": str(config), "settings": sets}
+        given = {**load, "config": str(config), "settings": sets, "secret": secrets.token_hex(32)}
         for name in ("requests", "concurrency"):
             given[name] = load[name] // self.ranks
         port = 0

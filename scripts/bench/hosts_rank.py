@@ -49,7 +49,9 @@ def main() -> None:
         port = store.port
         print(json.dumps(port), flush=True)
     process = RankProcess(given["rank"], config)
-    epoch = Epoch(process, Rendezvous(address, port, f"bench-{port}"), timeout_s=60)
+    secret = bytes.fromhex(given["secret"])
+    rendezvous = Rendezvous(address, port, f"bench-{port}", secret=secret)
+    epoch = Epoch(process, rendezvous, timeout_s=60)
     epoch.load()
     loop = Loop(epoch, given["input_len"], given["output_len"], seed=given["rank"])
     loop.run(given["concurrency"], given["concurrency"])  # warm-up

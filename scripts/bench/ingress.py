@@ -30,6 +30,7 @@ from cluster.ingress.ingress import Ingress
 from cluster.supervisor import supervisor
 from cluster.supervisor.group import Group
 from cluster.supervisor.launcher import NAMESPACE, RankLauncher
+from kernels.host.owned import OwnedTask
 from scripts.bench import ROOT
 from scripts.bench.results import origin, save
 from scripts.bench.servers import free_port
@@ -37,9 +38,11 @@ from workers.engine.open_requests import OpenRequests
 from workers.rank.actor import RankActor, node_address
 from workers.rank.fence import Fence
 from workers.rank.rank_info import RankInfo
+from workers.rank.token_streams import TokenStreams
 from workers.stats.stats import EngineStats
 from workers.wire.inbox import Inbox
 from workers.wire.request import EngineRequest, RequestOutput
+from workers.wire.secure_socket import StreamAddress
 
 RESULTS = ROOT / "docs" / "results" / "ingress"
 CONNECTIONS = 32
@@ -76,6 +79,10 @@ class PacedEngine:
     def abort_ingress(self, ingress_id: str) -> None:
         """Nothing to do: the measurement is over."""
 
+    def fail(self, error: BaseException) -> None:
+        """End this rank, because the measurement is worthless."""
+        os._exit(1)
+
     def _run(self) -> None:
         due = time.perf_counter()
         while True:
@@ -104,12 +111,19 @@ class PacedRankActor(RankActor):
 
     def __init__(self, rank: int, step_s: float):
         self._index, self._fence, self._step_loop = rank, Fence(rank, epoch=0), None
-        self._senders: dict[str, Any] = {}
         self._info: dict[str, Any] = {}
         engine = PacedEngine(self._publish, step_s)
         self._current = SimpleNamespace(engine=engine, started=True)
         self._inbox = Inbox(node_address())
+        self._streams = TokenStreams(self._inbox)
         self._inbox.deliver_to(engine, 0)
+        self._beats: OwnedTask | None = None
+
+    async def open_stream(self, *args: Any) -> StreamAddress:
+        """Open a stream of an ingress, with beats as those of a rank that serves."""
+        if self._beats is None:
+            self._beats = OwnedTask(self._streams.beat(self._index), self._fail_epoch, "beat")
+        return await super().open_stream(*args)
 
     async def set_step(self, step_s: float) -> None:
         """From now on a token each `step_s` seconds."""
@@ -165,7 +179,9 @@ def start(config: PhalanxConfig, step_s: float) -> None:
         max_concurrency=1000,
     ).remote(config, step_s)
     serve.start(proxy_location="Disabled")
-    app = Ingress.options(num_replicas=1).bind(config, listen=True, keys=KeyDigests())
+    app = Ingress.options(num_replicas=1).bind(
+        config, listen=True, keys=KeyDigests(), environment={}
+    )
     serve.run(app, name=config.serve.app_name, route_prefix="/")
 
 

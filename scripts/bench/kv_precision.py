@@ -76,7 +76,7 @@ class Scorer:
             num_tokens=count,
             num_token_non_padded=count,
             num_seqs=1,
-            num_decodes=0,
+            num_single_rows=0,
             input_ids=torch.tensor(ids),
             positions=tokens,
             slot_mapping=tokens,

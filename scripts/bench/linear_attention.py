@@ -35,7 +35,7 @@ def _batch(num_seqs: int, new: int, device: torch.device) -> AttentionBatch:
     return AttentionBatch(
         num_tokens=num_seqs * new,
         num_seqs=num_seqs,
-        num_decodes=num_seqs if new == 1 else 0,
+        num_single_rows=num_seqs if new == 1 else 0,
         query_start_loc_cpu=np.arange(num_seqs + 1, dtype=np.int32) * np.int32(new),
         seq_lens_cpu=np.full(num_seqs, new + 1, dtype=np.int32),
         block_table=torch.zeros(num_seqs, 1, dtype=torch.int64, device=device),

@@ -28,7 +28,7 @@ from scripts.bench.servers import (
     resolved,
     transformers_command,
 )
-from workers.models.checkpoint import make_checkpoint
+from scripts.make_checkpoint import make_checkpoint
 
 CACHE = ("model.max_model_len=2048", "cache.num_blocks=1024")  # all of the heavier load fits
 SHORT = "8 in flight, 64 in / 64 out"

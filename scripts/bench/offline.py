@@ -35,7 +35,7 @@ from cluster.offline.engine import OfflineEngine
 from cluster.offline.llm import answer_all
 from scripts.bench import ROOT
 from scripts.bench.results import add_options, origin, save
-from workers.models.checkpoint import make_checkpoint
+from scripts.make_checkpoint import make_checkpoint
 
 Rates = dict[str, list[float]]
 

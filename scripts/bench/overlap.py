@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from cluster.commands import trace_drawing
 from cluster.experiments.gpu_clock import clock_figures, clock_samples
 from kernels.interface import registry
 from scripts.bench import ROOT
@@ -39,13 +39,12 @@ from workers.rank import process_group
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
-from workers.rank.trace_step import trace_step
 
 ALL2ALLS = "copy_engine,symm,deepep"
 LOW_LATENCY = "deepep_low_latency"  # for decodes alone
 BLOCK_SIZE = 16
 CLOCKED_S = 1.6  # of steps of one form, for its clock and power
-DRAWN_LAYERS = 2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class Task:
     comm_sms: tuple[int, ...]
     rounds: int
     clocks: bool
-    trace: Path | None
     config: RankConfig
 
     def config_of(self, all2all: str) -> RankConfig:
@@ -102,9 +100,6 @@ class Measurement:
         if self._task.clocks:
             found["clocks"] = self._clocks(max(sizes))
             self._reports(found)
-        if self._task.trace is not None and self._all2all == self._task.all2alls[-1]:
-            found["traced"] = self._trace(max(sizes), self._task.trace)
-            self._reports(found)
 
     def _try_comm_sms(self, size: int) -> dict[str, float]:
         """Milliseconds of a step in ubatches by SMs of the all-to-all."""
@@ -124,33 +119,28 @@ class Measurement:
     def _slowest_ms(self, size: int, ubatch: bool) -> float:
         self._report({"all2all": self._all2all, "stage": f"{self._task.phase} of {size}"})
         seconds = self._timer(self._task.phase, size, ubatch)
-        return round(1e3 * max(process_group.gather_objects(seconds)), 4)
+        return round(1e3 * max(_of_ranks(seconds)), 4)
 
     def _clocks(self, size: int) -> dict[str, list[dict[str, float]]]:
         """Clock and power of each rank's GPU in steps of this size, by form."""
         found = {}
         for form in ("whole", "ubatched"):
-            seconds = process_group.gather_objects(
-                self._timer(self._task.phase, size, form != "whole")
-            )
+            seconds = _of_ranks(self._timer(self._task.phase, size, form != "whole"))
             with clock_samples(self._epoch.process.device) as samples:
                 for _ in range(max(1, round(CLOCKED_S / max(seconds) / 4))):
                     self._timer(self._task.phase, size, form != "whole")
-            found[form] = list(process_group.gather_objects(clock_figures(samples)))
+            found[form] = list(_of_ranks(clock_figures(samples)))
         return found
-
-    def _trace(self, size: int, prefix: Path) -> dict[str, Any]:
-        """Draw a step of both forms; return the covered share of each rank. No step can run afterwards."""
-        own = trace_step(self._epoch, self._task.phase, size)
-        traces = list(process_group.gather_objects(own))
-        if self._epoch.process.rank == 0:
-            pair = f"all-to-all {self._all2all}, grouped GEMM {self._task.gemm}"
-            title = f"{self._task.phase} of {size} tokens a rank, {len(traces)} ranks, {pair}"
-            trace_drawing.write(traces, prefix, title, DRAWN_LAYERS)
-        return {"tokens": size, "covered": [round(one.ubatched.covered_share, 4) for one in traces]}
 
     def _reports(self, found: dict[str, Any]) -> None:
         self._report({"all2all": self._all2all, "found": found})
+
+
+def _of_ranks(value: T) -> list[T]:
+    """Return `value` of every rank: processes of this machine, started by this script."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def work(
@@ -230,7 +220,6 @@ def tasks(args: argparse.Namespace, folder: Path) -> Iterator[Task]:
                     fp8 = gemm == "deepgemm_fp8"
                     model_copy(args.model, model, layers=args.layers, fp8=fp8)
                 config = rank_config(args, model, gemm, phase, sizes)
-                trace = args.trace and args.trace.with_name(f"{args.trace.name}-{gemm}-{phase}")
                 yield Task(
                     gemm=gemm,
                     phase=phase,
@@ -239,7 +228,6 @@ def tasks(args: argparse.Namespace, folder: Path) -> Iterator[Task]:
                     comm_sms=tuple(args.comm_sms),
                     rounds=args.rounds,
                     clocks=args.clocks and phase == "prefill",
-                    trace=trace,
                     config=config,
                 )
 
@@ -321,7 +309,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--comm-sms", type=counts, default="16,24,32")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--clocks", action="store_true", help="of the largest prefill, both forms")
-    parser.add_argument("--trace", type=Path, help="draw a step of the last all-to-all here")
     add_limits(parser, patience_s=60, budget_s=240)
     add_options(parser)
     args = parser.parse_args()

@@ -113,7 +113,10 @@ def multiply_experts(
         alignment=product.row_alignment,
         unaligned_rows=product.unaligned_rows,
     )
-    shapes = (num_local, 2 * moe.width, hidden), (num_local, hidden, moe.width)
+    shapes = (
+        (num_local, 2 * moe.intermediate_size, hidden),
+        (num_local, hidden, moe.intermediate_size),
+    )
     weights = [product.empty_weights(*shape, **new) for shape in shapes]
     rows = ExpertInput(torch.zeros(num_rows, hidden, **new), routing.offs_e, None, routing)
     product(rows, *weights)

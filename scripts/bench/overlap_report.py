@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from scripts.bench.results import Found, origin_line
-from workers.trace import hidden
 
 RESIDENT = "resident"  # the step without an all-to-all
 NOISE = 0.02
@@ -33,7 +32,7 @@ def shares(step: dict[str, float], resident: dict[str, float]) -> tuple[float, f
     added = [step[form] - resident[form] for form in FORMS]
     if 1 - 1 / most < NOISE:
         return most, None
-    return most, hidden.saved_share(added[1], added[0])
+    return most, 1 - added[1] / added[0]
 
 
 def steps(group: Found) -> dict[str, dict[int, dict[str, float]]]:
@@ -108,9 +107,6 @@ def _notes(group: Found) -> Iterator[str]:
         for form, gpus in figures.get("clocks", {}).items():
             read = "; ".join(_clock(gpu) for gpu in gpus)
             yield f"- {name}, largest step {form}: {read}"
-        if "traced" in figures:
-            covered = ", ".join(f"{100 * share:.0f} %" for share in figures["traced"]["covered"])
-            yield f"- {name}, {figures['traced']['tokens']:,} tokens: {covered} covered ({hidden.COVERED})"
         if "missing" in figures:
             yield f"- {name}: {figures['missing']}"
 

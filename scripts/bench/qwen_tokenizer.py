@@ -16,8 +16,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from cluster.api.answer.detokenizer import byte_alphabet
-from workers.models.byte_tokenizer import CHAT_TEMPLATE as TOOL_TEMPLATE
-from workers.models.byte_tokenizer import END_OF_TEXT, IM_END, IM_START
+from scripts.byte_tokenizer import CHAT_TEMPLATE as TOOL_TEMPLATE
+from scripts.byte_tokenizer import END_OF_TEXT, IM_END, IM_START
 
 NUM_RANKS = 151_643
 # Added tokens by id, from NUM_RANKS on.

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from workers.models.checkpoint import make_checkpoint
+from scripts.make_checkpoint import make_checkpoint
 
 FP8_BLOCKS: dict[str, Any] = {
     "quant_method": "fp8",
@@ -104,7 +104,24 @@ QWEN3_6_35B: dict[str, Any] = {  # of Qwen3.6-35B-A3B, the text part
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+QWEN3_30B: dict[str, Any] = {  # of configs/models/qwen3-30b-a3b, for its FP8 release
+    "family": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "norm_topk_prob": True,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": False,
+}
 SHAPES = {
+    "qwen3-30b-a3b": QWEN3_30B,
     "deepseek-v3": DEEPSEEK_V3,
     "gpt-oss-120b": GPT_OSS_120B,
     "glm-4.5-air": GLM_4_5_AIR,

@@ -4,7 +4,7 @@ All work that can overlap does overlap, routing is even, and no other work takes
 Each of R ranks has its share of the requests and of the experts, and a copy of all other weights.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from scripts.bench.step_work import LayerKind, StepPart, StepShape, Work, step_work
@@ -19,6 +19,14 @@ class Hardware:
     flops: float = 750e12
     fp8_flops: float = 1300e12
     link_bytes: float = 380e9
+
+    @classmethod
+    def of(cls, gpus: Sequence[str]) -> "Hardware":
+        """Return the rates of these GPUs by their names; those of an H200 for other names and for no GPU.
+
+        An H100 differs in its memory, whose rate is that of a copy between two buffers of the GPU.
+        """
+        return cls(memory_bytes=3.0e12) if gpus and "H100" in gpus[0] else cls()
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def decodes(count: int, length: int) -> AttentionBatch:
     return AttentionBatch(
         num_tokens=count,
         num_seqs=count,
-        num_decodes=count,
+        num_single_rows=count,
         query_start_loc_cpu=np.arange(count + 1, dtype=np.int32),
         seq_lens_cpu=np.full(count, length, dtype=np.int32),
         block_table=torch.zeros(count, 1, dtype=torch.int64),

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from kernels.interface.kv_layout import layout_of
 from kernels.routing.expert_map import ContiguousMap
-from workers.specs.model import GqaSpec, LatentSpec, ModelConfig, weight_map
+from workers.specs.model import GqaSpec, MlaSpec, ModelConfig, weight_map
 from workers.specs.weight_map import FP8_BLOCK, WeightEntry, WeightKind
 from workers.weights.tensors import DTYPE_BYTES, rank_weights
 
@@ -192,7 +192,7 @@ def _linear_attention(model: ModelConfig, shape: StepShape) -> Work:
     )
 
 
-def _attention_values(spec: GqaSpec | LatentSpec | None) -> _AttentionValues:
+def _attention_values(spec: GqaSpec | MlaSpec | None) -> _AttentionValues:
     if spec is None:
         return _AttentionValues(0, 0, 0, 0)
     if isinstance(spec, GqaSpec):
@@ -208,7 +208,7 @@ def _attention_values(spec: GqaSpec | LatentSpec | None) -> _AttentionValues:
 
 def _experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepPart, Work]:
     tokens, moe = shape.tokens, model.num_moe_layers
-    dim, inner, top_k = model.hidden_size, model.moe.width, model.top_k
+    dim, inner, top_k = model.hidden_size, model.moe.intermediate_size, model.top_k
     width = DTYPE_BYTES[model.dtype]
     missed = (1 - top_k / model.num_experts) ** (tokens * num_ranks)  # experts without a token
     read = _weights(model, num_ranks)[StepPart.GROUPED] * (1 - missed)

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from cluster.bench import machine
 from scripts.bench import ROOT
 from scripts.bench.inputs import rank_config
 from scripts.bench.processes import add_limits, limits_from_now, run_group
@@ -134,25 +135,25 @@ def make_report(
 ) -> dict[str, Any]:
     """What all ranks found in each state, and the floors. `start`: backends, and seconds of the stages."""
     model = replace(load_model_config(config.model.folder), dtype=config.model.dtype)
-    rows = []
+    hardware, rows = Hardware.of(machine.hardware()["gpus"]), []
     for state, of_ranks in zip(states, found, strict=True):
         shape = StepShape(**of_ranks[0]["shape"])
         if state.of_group:
             shape = replace(shape, tokens=state.seqs / config.num_ranks)
-        floors = step_floors(model, config.num_ranks, shape)
+        floors = step_floors(model, config.num_ranks, shape, hardware)
         rows.append(
             {
                 "title": state.title,
                 **asdict(state),
                 "shape": asdict(shape),
-                "step_floor": floor_figures(step_floor(model, config.num_ranks, shape)),
+                "step_floor": floor_figures(step_floor(model, config.num_ranks, shape, hardware)),
                 "floors": {part: floor_figures(floor) for part, floor in floors.items()},
                 "ranks": of_ranks,
             }
         )
     return {
         "method": __doc__,
-        "assumed_hardware": asdict(Hardware()),
+        "assumed_hardware": asdict(hardware),
         "model": Path(config.model.path).name,
         "weights": config.model.weights,
         "routing": config.model.routing.kind,

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.step_work import StepPart
-from workers.trace import hidden
-from workers.trace.spans import overlapping, union
 
 # Annotations of the host; the profiled loop makes them.
 PREFIX = "phalanx "
@@ -48,7 +46,7 @@ RULES: tuple[tuple[StepPart, str], ...] = (
         r"push_rows|pack_rows|deep_ep::.*(dispatch|layout)|nccl.*(AllGather|SendRecv)",
     ),
     (StepPart.EXPERT_ORDER, r"permute_pairs|count_pairs|scan_counts|scatter_(rows|fp8)"),
-    (StepPart.DENSE, r"quantise_rows|thin_(linear|fp8)|sm90_fp8_gemm.*GemmType\)0"),
+    (StepPart.DENSE, r"quantise_rows|skinny_(linear|fp8)|sm90_fp8_gemm.*GemmType\)0"),
     (
         StepPart.GROUPED,
         r"grouped_gemm(_fp8)?_kernel|GroupProblemShape|deep_gemm::|sm90_(bf16|fp8)_gemm",
@@ -270,14 +268,29 @@ def summarise(trace: Trace) -> dict[str, Any]:
 
 
 def covered_share(spans: Sequence[Span]) -> float | None:
-    """Return `hidden.covered_share` of the kernels and copies of dispatches and combines; None if there are none."""
-    moving = [(s.start, s.end) for s in spans if s.part in ALL2ALL_PARTS]
-    computing = [(s.start, s.end) for s in spans if s.part not in (*ALL2ALL_PARTS, StepPart.VOTES)]
-    if not moving:
+    """Return the share of the time of dispatches and combines in which other kernels run; None without any of both."""
+    in_flight = _disjoint(s for s in spans if s.part in ALL2ALL_PARTS)
+    computing = _disjoint(s for s in spans if s.part not in (*ALL2ALL_PARTS, StepPart.VOTES))
+    if not in_flight:
         return None
-    in_flight = list(union(moving))
-    covered = overlapping(in_flight, union(computing))
-    return hidden.covered_share(covered, sum(end - begin for begin, end in in_flight) - covered)
+    total = sum(end - begin for begin, end in in_flight)
+    covered = sum(
+        max(0.0, min(end, other_end) - max(begin, other_begin))
+        for begin, end in in_flight
+        for other_begin, other_end in computing
+    )
+    return covered / total
+
+
+def _disjoint(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Return the time of the spans as intervals in order, without overlaps."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted((span.start, span.end) for span in spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
 
 
 def _label(span: Span | None) -> str:

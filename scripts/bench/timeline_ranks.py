@@ -240,7 +240,7 @@ class Loop:
         if state.phase == "prefill":
             tokens = state.seqs * state.longest
             return StepShape(tokens, state.longest / 2, 0, state.seqs, **formats)
-        context = sum(seq.num_computed for seq in self._engine.scheduler.running)
+        context = sum(seq.num_computed_tokens for seq in self._engine.scheduler.running)
         return StepShape(state.seqs, context / max(1, state.seqs), context, state.seqs, **formats)
 
     def _profile(self, state: State, bring: Callable[[], None]) -> Trace:

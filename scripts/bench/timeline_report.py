@@ -6,7 +6,6 @@ from typing import Any
 
 from scripts.bench.results import origin_line
 from scripts.bench.step_work import LayerKind, StepPart
-from workers.trace import hidden
 
 GAPS = "gaps"
 # Waits for other ranks are inside these kernels.
@@ -15,7 +14,7 @@ WAYS = {
     StepPart.ATTENTION: "reading K and V closer to the memory's speed: blocks that end together",
     StepPart.LINEAR_ATTENTION: "reading and writing each state once, at the memory's speed",
     StepPart.QK_NORM: "doing it where the projection's result is still in registers",
-    StepPart.DENSE: "reading weights ahead of the rows they meet, and splitting thin products over all SMs",
+    StepPart.DENSE: "reading weights ahead of the rows they meet, and splitting skinny products over all SMs",
     StepPart.NORMS: "joining them to the product before or after",
     StepPart.ROUTING: "joining it to the norm or the router's product before it",
     StepPart.DISPATCH: "even work of the ranks, and exchanges behind another ubatch's compute",
@@ -150,12 +149,12 @@ def _state(state: dict[str, Any], num_ranks: int) -> list[str]:
 
 
 def _hidden(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """Both shares of hidden communication. One form of a step cannot give the saved share."""
+    """The covered share. One form of a step cannot give the saved share."""
     found = [rank["device"].get("covered_share") for rank in ranks]
     shares = ", ".join("-" if share is None else f"{share:.0%}" for share in found)
     return [
-        f"Communication {shares} covered (by rank). {hidden.COVERED}; here by kernels and copies.",
-        f"Communication saved: see `phalanx trace`, which runs both forms. {hidden.SAVED}.",
+        f"Communication {shares} covered (by rank): of the time of kernels and copies of all-to-alls, the share in "
+        "which other kernels run. `scripts.bench.overlap`, which runs both forms, has the saved share.",
     ]
 
 

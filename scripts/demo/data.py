@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from scripts.byte_tokenizer import END_OF_TEXT, SPECIAL_TOKENS
 from scripts.demo.corpus import Ask, Document
-from workers.models.byte_tokenizer import END_OF_TEXT, SPECIAL_TOKENS
 
 ROW = 1024
 IGNORED = -100

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
+from scripts.byte_tokenizer import SPECIAL_TOKENS, generation_config, save_tokenizer
 from scripts.demo.corpus import load
 from scripts.demo.data import (
     END_OF_TEXT_ID,
@@ -28,7 +29,6 @@ from scripts.demo.data import (
     text_rows,
     train_tokenizer,
 )
-from workers.models.byte_tokenizer import SPECIAL_TOKENS, generation_config, save_tokenizer
 
 SAMPLES = [
     "Hello",

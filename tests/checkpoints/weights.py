@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from kernels.block_fp8 import MAX_E4M3, quantise_blocks
-from kernels.mxfp4 import quantise_mxfp4
 from tests.checkpoints.families import ExpertLayout
+from tests.checkpoints.four_bit import pack
 from workers.specs.model import ModelConfig, weight_map
 from workers.specs.weight_map import Scaling, WeightEntry
 from workers.weights.initial_weights import draw
@@ -41,7 +41,7 @@ class CheckpointTensor:
         if self.entries[0].stacked:
             return {
                 name: torch.stack([tensors[name] for tensors in drawn])
-                for name in self.entries[0].stacked_shapes
+                for name in self.entries[0].disk
             }
         if not self.fused:
             (found,) = drawn
@@ -110,8 +110,8 @@ def _draw(entry: WeightEntry, config: ModelConfig, seed: int) -> dict[str, torch
     """Return a tensor in the checkpoint's dtype by its name; or in FP8, with its scales."""
     tied = config.tie_word_embeddings
     tensor = draw(entry, tied=tied, seed=seed, generator=torch.Generator())
-    if entry.mxfp4:
-        return dict(zip(entry.stacked_shapes, quantise_mxfp4(tensor), strict=True))
+    if entry.four_bit is not None:
+        return pack(entry, tensor, entry.four_bit)
     if entry.fp8 is None:
         return {entry.name: tensor.to(DTYPES[config.dtype])}
     if entry.fp8.scaling == Scaling.BLOCK:

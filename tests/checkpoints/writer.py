@@ -6,17 +6,15 @@ of experts, nor a change of transformers changes a value.
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from scripts.byte_tokenizer import byte_tokenizer, generation_config, save_tokenizer
 from tests.checkpoints.families import ExpertLayout, fields_of, names_of, nested, released_layout
+from tests.checkpoints.four_bit import FOUR_BITS
 from tests.checkpoints.weights import checkpoint_tensors, write_weights
-from workers.models.byte_tokenizer import byte_tokenizer, generation_config, save_tokenizer
 from workers.models.registry import DEFAULT_FAMILY, FAMILIES, parse_model_config
 
 _TOKENS = {"bos_token_id": None, "eos_token_id": 258, "pad_token_id": 256}
-Quantization = Literal[
-    "fp8", "fp8-tensor", "compressed-tensor", "compressed-channel", "compressed-block", "mxfp4"
-]
 _FP8 = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -56,13 +54,14 @@ def _compressed(strategy: str) -> dict[str, Any]:
     }
 
 
-QUANTIZATIONS: dict[Quantization, dict[str, Any]] = {
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "fp8": _FP8 | {"fmt": "e4m3", "weight_block_size": [128, 128]},
     "fp8-tensor": _FP8,
     "compressed-tensor": _compressed("tensor"),
     "compressed-channel": _compressed("channel"),
     "compressed-block": _compressed("block"),
     "mxfp4": _MXFP4,
+    **FOUR_BITS,
 }
 
 
@@ -87,7 +86,7 @@ def make_checkpoint(
     tie_word_embeddings: bool = False,
     weights: bool = True,
     fp8: bool = False,
-    quantization: Quantization | None = None,
+    quantization: str | None = None,
     expert_layout: ExpertLayout | None = None,
     **config_fields: Any,
 ) -> Path:
@@ -96,7 +95,8 @@ def make_checkpoint(
     `moe_intermediate_size` is the width of an expert, `intermediate_size` the width of the dense MLP of layers without
     experts; None, as of `head_dim` and `num_kv_heads`: the family's own. `config_fields` go into config.json as they
     are, e.g. `attention_bias=True`, `norm_topk_prob=False`, `rope_theta=1e4`, `rope_scaling={...}`.
-    `quantization`: projections are stored in this form ("mxfp4": gpt-oss's experts), all else in `dtype`; `fp8`: "fp8".
+    `quantization`: projections are stored in this form of QUANTIZATIONS ("mxfp4": gpt-oss's experts), all else in
+    `dtype`; `fp8`: "fp8".
     `expert_layout`: None is that of the family's releases. Without `weights`: for `model.weights: dummy`.
     """
     # Latent attention has a key of each query head in every release.

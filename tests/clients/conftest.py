@@ -9,9 +9,9 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from scripts.byte_tokenizer import CHAT_TEMPLATE
 from tests.serve.open_streams import Stream, check_stop_ends
 from tests.serve.server import ROOT, Server, running
-from workers.models.byte_tokenizer import CHAT_TEMPLATE
 
 DEMO = ROOT / "configs" / "models" / "demo"
 MODEL = "demo"

@@ -50,12 +50,10 @@ def bed(tmp_path: Path) -> Iterator[Bed]:
 
 
 def check_the_nodes(bed: Bed) -> None:
-    found = phalanx(bed.hosts[0], "check", "--cluster", "--bandwidth", "--json", *settings())
+    found = phalanx(bed.hosts[0], "check", "--cluster", "--json", *settings())
     report = json.loads(found.stdout[found.stdout.index("{") :])
     assert found.returncode == 0 and report["errors"] == [], found.stdout
     assert [node["interface"] for node in report["nodes"]] == ["eth0"] * 3
-    assert len(report["pairs"]) == 3
-    assert all(pair["bytes_per_s"] > 1e6 for pair in report["pairs"].values()), report["pairs"]
 
 
 def refuse_a_command_without_the_token(bed: Bed) -> None:
@@ -321,7 +319,5 @@ def test_a_group_over_ipv6(tmp_path: Path) -> None:
         stream_whole(server)
         assert server.group()["state"] == "serving"
         server.stop()
-        found = phalanx(
-            head, "check", "--cluster", "--bandwidth", *(w for s in two for w in ("--set", s))
-        )
+        found = phalanx(head, "check", "--cluster", *(w for s in two for w in ("--set", s)))
         assert found.returncode == 0 and other.address6 in found.stdout, found.stdout

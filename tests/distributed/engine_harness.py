@@ -42,7 +42,7 @@ def rank_config(
 ) -> RankConfig:
     """A resolved configuration; `sections` override, e.g. scheduler={"max_num_seqs": 4}.
 
-    With the all-to-all `two_level` the ranks are taken for those of two hosts, an odd number for hosts of one each.
+    With the all-to-all `hierarchical` the ranks are taken for those of two hosts, an odd number for hosts of one each.
     """
     values: dict[str, Any] = {
         "model": {"path": str(checkpoint), "dtype": "float32", "max_model_len": 1024},
@@ -54,7 +54,7 @@ def rank_config(
     for name, changes in sections.items():
         values[name] = {**values[name], **changes}
     hosts = 1
-    if values["kernels"].get("all2all") == "two_level":
+    if values["kernels"].get("all2all") == "hierarchical":
         hosts = num_ranks if num_ranks % 2 else 2
     return RankConfig(
         **values,
@@ -106,6 +106,7 @@ def _run_rank(
     keep_logits: bool,
     max_steps: int,
 ) -> RankResult:
+    from tests.integrity import check_every_step
     from workers.rank.epoch import Epoch
     from workers.rank.process import RankProcess
 
@@ -133,6 +134,7 @@ def _run_rank(
             if output.error:
                 result.errors[output.request_id] = output.error
 
+    check_every_step()
     process = RankProcess(rank_index, config)
     try:
         epoch = Epoch(process, rendezvous, 30)
@@ -145,11 +147,10 @@ def _run_rank(
         kinds = epoch.engine.stats.kinds.items()
         result.num_microbatched = sum(count for (_, _, cut), count in kinds if cut == "True")
         result.num_preemptions = epoch.engine.scheduler.num_preemptions
-        result.prefix_cache_hits = epoch.engine.scheduler.prefixes.num_hits
-        states = epoch.engine.scheduler.snapshots
-        result.states_restored = 0 if states is None else states.num_restored
-        pool = epoch.engine.scheduler.pool
-        assert pool.num_free == pool.num_blocks, "blocks leaked"
+        result.prefix_cache_hits = epoch.engine.scheduler.cache.num_hits
+        gauges = epoch.engine.scheduler.cache.gauges()
+        result.states_restored = int(gauges.get("states_restored", 0))
+        assert gauges["kv_cache_usage"] == 0, "blocks leaked"
     finally:
         process.close()
     return result
@@ -179,12 +180,18 @@ def _step_to_the_end(epoch: Any, events: list[Event], max_steps: int, result: Ra
 
 def _spoil_unused_states(epoch: Any) -> None:
     """Fill every slot of linear attention that no forward may read with NaN before each forward, the null slot too."""
-    runner, scheduler, pools = epoch.engine.runner, epoch.engine.scheduler, epoch.process.states
+    from tests.unit.schedulers import snapshots_of
+
+    runner, scheduler, pools = (
+        epoch.engine.runner,
+        epoch.engine.scheduler,
+        epoch.process.caches.states,
+    )
     plan = runner._plan
 
     def spoiling_plan(*args: Any) -> Any:
-        live = {seq.row + 1 for seq in scheduler.running if seq.num_computed}
-        kept = live.union(scheduler.snapshots.slots)
+        live = {seq.row + 1 for seq in scheduler.running if seq.num_computed_tokens}
+        kept = live.union(snapshots_of(scheduler.cache).slots)
         for slots in (slots for pool in pools for slots in (pool.conv, pool.state)):
             slots[[slot for slot in range(len(slots)) if slot not in kept]] = float("nan")
         return plan(*args)
@@ -200,9 +207,7 @@ def _record_logits(engine: Any, result: RankResult) -> None:
     names: list[str] = []
 
     def recording_launch(batch: Any, plan: Any) -> Any:
-        names[:] = [
-            s.request.request_id for s, w in zip(batch.seqs, batch.samples, strict=True) if w
-        ]
+        names[:] = [batch.seqs[index].request.request_id for index in batch.logits_seqs]
         return launch(batch, plan)
 
     def recording_compute(hidden: Any) -> Any:

@@ -1,6 +1,8 @@
 """The contract of every all-to-all, against one plain dense loop over experts."""
 
+import json
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +125,7 @@ def _build(
         num_ranks=num_ranks,
         num_nodes=num_nodes,
         hidden_size=HIDDEN,
-        expert_width=WIDTH,
+        moe_intermediate_size=WIDTH,
         num_experts=case.num_experts,
         top_k=case.top_k,
         max_num_tokens=MAX_TOKENS,
@@ -148,6 +150,7 @@ def _build(
         group=torch.distributed.group.WORLD if num_ranks > 1 else None,
         shared_memory=shared_memory,
         network=HostNetwork(address="127.0.0.1", timeout_s=20, hang_timeout_s=20),
+        gather=_gather_json,
         expert_map=ContiguousMap(case.num_experts, num_ranks),
         block_size=4,
     )
@@ -155,6 +158,12 @@ def _build(
     if copies:
         backends.all2all.stream, backends.all2all.kernel_rows = CommStream(device), -1
     return backends, shared_memory
+
+
+def _gather_json(value: Any) -> list[Any]:
+    found = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, json.dumps(value))
+    return [json.loads(text) for text in found]
 
 
 def _check_contract(
@@ -228,7 +237,7 @@ def run_cases(
     ("name", "num_ranks", "num_nodes"),
     [
         *((name, ranks, 1) for name in ("torch_dist", "allgather", "shm") for ranks in (2, 3, 4)),
-        *(("two_level", ranks, nodes) for ranks, nodes in ((2, 2), (3, 3), (4, 2), (4, 4))),
+        *(("hierarchical", ranks, nodes) for ranks, nodes in ((2, 2), (3, 3), (4, 2), (4, 4))),
     ],
 )
 def test_contract(rank_pool: RankPool, name: str, num_ranks: int, num_nodes: int):

@@ -163,8 +163,7 @@ def live(
         assert model is None or model is process.model, "the weights were loaded again"
         model = process.model
         found.measure()
-    if process.snapshots is not None:
-        found.states_restored = process.snapshots.num_restored
+    found.states_restored = process.caches.manager.gauges().get("states_restored", 0)
     process.close()
     gc.enable()
     gc.unfreeze()
@@ -203,10 +202,10 @@ def requests_of(rank: int, num_epochs: int) -> list[EngineRequest]:
 @pytest.mark.parametrize(
     ("all2all", "num_epochs"),
     [
-        *(("shm", 8), ("two_level", 8), ("torch_dist", 8), ("allgather", 8)),
+        *(("shm", 8), ("hierarchical", 8), ("torch_dist", 8), ("allgather", 8)),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (("shm", 50), ("two_level", 26), ("torch_dist", 26), ("allgather", 26))
+            for case in (("shm", 50), ("hierarchical", 26), ("torch_dist", 26), ("allgather", 26))
         ),
     ],
 )

@@ -46,7 +46,7 @@ def test_two_hosts_serve_until_the_cable_is_pulled_in_the_middle_of_a_load(tmp_p
         layout = Layout("two hosts", 2, 2, LIMITS, stderr)
         try:
             layout.start(hosts, config, LOAD)
-            assert layout.all2all == "two_level"
+            assert layout.all2all == "hierarchical"
             assert all(rate > 0 for rate in layout.run("load"))
             started = errors.read_text()
             assert "Exception raised" not in started and "Traceback" not in started, started

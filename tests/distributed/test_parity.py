@@ -41,7 +41,7 @@ CASES = [
     )
     for number, place in enumerate(PLACES)
     for turn, product in enumerate(PRODUCTS)
-] + [(2, "two_level", "auto", True), (4, "two_level", "auto", False)]
+] + [(2, "hierarchical", "auto", True), (4, "hierarchical", "auto", False)]
 
 
 @pytest.mark.parametrize(("ranks", "all2all", "gemm", "chunked"), CASES)
@@ -94,10 +94,10 @@ def test_preemption_changes_no_token(rank_pool, checkpoint, references, ranks, a
 @pytest.mark.parametrize(
     ("all2all", "count"),
     [
-        *(("torch_dist", 1), ("allgather", 3), ("shm", 1), ("two_level", 3)),
+        *(("torch_dist", 1), ("allgather", 3), ("shm", 1), ("hierarchical", 3)),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (("torch_dist", 3), ("allgather", 1), ("shm", 3), ("two_level", 1))
+            for case in (("torch_dist", 3), ("allgather", 1), ("shm", 3), ("hierarchical", 1))
         ),
     ],
 )

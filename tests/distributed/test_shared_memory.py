@@ -185,6 +185,37 @@ def test_a_rank_removes_the_segment_of_a_killed_rank_0():
     assert _segments(name) == []
 
 
+def test_a_name_that_is_in_use_is_not_taken_over():
+    name = f"used-{os.getpid()}"
+    path = SHM_FOLDER / f"phalanx-{name}"
+    path.write_bytes(b"of another container")
+    try:
+        with pytest.raises(FileExistsError):
+            SharedMemoryGroup(name, 0, 1, timeout_s=1)
+        assert path.read_bytes() == b"of another container"
+        assert _segments(name) == [path.name]
+    finally:
+        path.unlink()
+
+
+def test_a_segment_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch):
+    name = f"foreign-{os.getpid()}"
+    path = SHM_FOLDER / f"phalanx-{name}"
+    path.write_bytes(bytes(segment_bytes(2, ())))
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    try:
+        with pytest.raises(PermissionError, match=f"was made by user {own}, not by rank 0"):
+            SharedMemoryGroup(name, 1, 2, timeout_s=1)
+        link = path.with_name(f"{path.name}-link")
+        link.symlink_to(path)
+        with pytest.raises(OSError, match="symbolic links"):
+            SharedMemoryGroup(f"{name}-link", 1, 2, timeout_s=1)
+        link.unlink()
+    finally:
+        path.unlink()
+
+
 def test_too_little_shared_memory_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def full(fd: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -40,14 +40,14 @@ def references(checkpoint: Path) -> list[Reference]:
         (2, "shm", 2, True),
         (2, "torch_dist", 3, False),
         (3, "allgather", 2, False),
-        (4, "two_level", 2, True),
+        (4, "hierarchical", 2, True),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
                 (4, "torch_dist", 2, True),
                 (4, "shm", 2, False),
                 (4, "allgather", 4, True),
-                (2, "two_level", 3, False),
+                (2, "hierarchical", 3, False),
             )
         ),
     ],

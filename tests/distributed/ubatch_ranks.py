@@ -56,7 +56,7 @@ class UbatchRank:
         self.model = self._epoch.model
         self.whole = self._epoch.backends
         process = self._epoch.process
-        self.caches = process.caches(MAX_SEQS * BLOCKS_PER_SEQ)
+        self.caches = process.caches.new_kv_caches(MAX_SEQS * BLOCKS_PER_SEQ)
         context = process.backend_context(self._epoch._peers.shared_memory)
         self.ubatches = build_ubatch_backends(process.selection, context, self.whole, num_ubatches)
         for backends in (self.whole, *self.ubatches):
@@ -150,3 +150,32 @@ def slowed(backends: Backends, *, compute: float, delay: float) -> Backends:
         grouped_gemm=Slow(backends.grouped_gemm, compute),
         attention=slow,
     )
+
+
+class Followed(AllToAll):
+    """Another exchange; notes in `events` when it is called and when its result has arrived."""
+
+    def __init__(self, inner: AllToAll, ubatch: int, events: list[tuple[str, str, int]]):
+        self.name, self.needs_equal_tokens = inner.name, inner.needs_equal_tokens
+        self._inner, self._ubatch, self._events = inner, ubatch, events
+
+    def dispatch(self, *rows: torch.Tensor) -> Pending:
+        return self._follow("dispatch", self._inner.dispatch(*rows))
+
+    def combine(self, y_RD: torch.Tensor, handle: Any) -> Pending:
+        return self._follow("combine", self._inner.combine(y_RD, handle))
+
+    def _follow(self, operation: str, pending: Pending) -> Pending:
+        self._events.append(("called", operation, self._ubatch))
+
+        def finish() -> Any:
+            result = pending.result()
+            self._events.append(("arrived", operation, self._ubatch))
+            return result
+
+        return Pending(finish)
+
+
+def followed(backends: Backends, ubatch: int, events: list[tuple[str, str, int]]) -> Backends:
+    """Backends whose exchanges are noted in `events`."""
+    return replace(backends, all2all=Followed(backends.all2all, ubatch, events))

@@ -93,7 +93,7 @@ def build(name: str, gemm: str, case: Case, rank: int) -> select.Backends:
         dtype=torch.bfloat16,
         num_ranks=2,
         hidden_size=HIDDEN,
-        expert_width=WIDTH,
+        moe_intermediate_size=WIDTH,
         num_experts=case.num_experts,
         top_k=case.top_k,
         max_num_tokens=ROOM,

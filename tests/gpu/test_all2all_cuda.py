@@ -52,7 +52,7 @@ def build(name: str, rank: int, num_ranks: int) -> AllToAll:
         dtype=torch.bfloat16,
         num_ranks=num_ranks,
         hidden_size=HIDDEN,
-        expert_width=64,
+        moe_intermediate_size=64,
         num_experts=NUM_EXPERTS,
         top_k=TOP_K,
         max_num_tokens=MAX_TOKENS,

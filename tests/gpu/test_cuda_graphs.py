@@ -140,7 +140,7 @@ def serve(
         stats = engine.stats.snapshot()
         answers.kinds, answers.padding = stats["kinds"], stats["padding_tokens"]
         answers.num_preemptions = engine.scheduler.num_preemptions
-        assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+        assert engine.scheduler.cache.pool.usage == 0
     finally:
         process.close()
     return answers

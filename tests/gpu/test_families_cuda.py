@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.attention.base import Attention
-from kernels.attention.flashinfer_latent import FlashInferLatentAttention
+from kernels.attention.flashinfer_mla import FlashInferMlaAttention
 from kernels.backends.select import probe
 from kernels.host.hopper import on_hopper
 from kernels.interface.registry import backend_class
@@ -28,7 +28,7 @@ BOTH = {"EVEN_DECODES", "DECODES"}
 
 def attention_of(family: str) -> type[Attention]:
     """Return the fastest attention for the family, or skip the test."""
-    name = "flashinfer_latent" if takes_latents(family) else "flashinfer"
+    name = "flashinfer_mla" if takes_latents(family) else "flashinfer"
     if family == "gpt_oss":
         name = "triton"
     if reason := UNAVAILABLE.get(f"attention.{name}"):
@@ -87,5 +87,5 @@ def test_replays_equal_eager_forwards(tmp_path: Path, family: str, fp8: bool) ->
     assert {mode for mode, _, _ in compared.kinds} == modes, compared.kinds
     if family == "gpt_oss":
         assert {form for _, form, ubatch in compared.kinds if not ubatch} == BOTH, compared.kinds
-    assert attention is not FlashInferLatentAttention or len(compared.kinds) == 2, compared.kinds
+    assert attention is not FlashInferMlaAttention or len(compared.kinds) == 2, compared.kinds
     assert not compared.wrong

@@ -1,6 +1,7 @@
 """Every grouped GEMM of a GPU against float32, through the exchange of one rank: eager, without waiting, as a graph."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from kernels.all2all.base import MaskedInput
 from kernels.all2all.local import LocalAllToAll
 from kernels.backends.select import probe
 from kernels.block_fp8 import quantise_blocks
+from kernels.four_bit import quantise_four_bit
+from kernels.four_bit_format import FourBitFormat
 from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.deepgemm import DeepGemm
@@ -23,7 +26,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-GEMMS = ["torch_grouped", "triton", "deepgemm", "deepgemm_fp8"]
+FORMATS = {
+    "mxfp4": FourBitFormat("mxfp4", 32),
+    "int4-32": FourBitFormat("int4", 32),
+    "int4-128": FourBitFormat("int4", 128),
+    "int4-64-zeros": FourBitFormat("int4", 64, zeros=True),
+    "int4-32-ordered": FourBitFormat("int4", 32, zeros=True, ordered=True),
+}
+FOUR_BITS = [f"triton_four_bit {name}" for name in FORMATS]
+GEMMS = ["torch_grouped", "triton", "deepgemm", "deepgemm_fp8", *FOUR_BITS]
 # Largest difference from the float32 product of the same bfloat16 values: two roundings to 8 bits, or to 4 bits
 # of rows and weights before each of two products (0.037 rms each, as DeepGEMM's own tests have it).
 MAX_DIFF = {"deepgemm_fp8": 3e-3}
@@ -63,11 +74,30 @@ CASES = {
 
 
 def build(name: str) -> GroupedGemm:
+    name, _, form = name.partition(" ")
     reason = probe("cuda").get(f"grouped_gemm.{name}")
     if reason:
         pytest.skip(reason)
-    gemm: GroupedGemm = backend_class("grouped_gemm", name)()
+    backend = backend_class("grouped_gemm", name)
+    gemm: GroupedGemm = backend(FORMATS[form]) if form else backend()
     return gemm
+
+
+def prepare(gemm: GroupedGemm, weights: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Weights as the product wants them, and the weights to compare with: in four bits what the codes stand for."""
+    if gemm.fp8_weights:
+        return quantise_blocks(weights), weights
+    if not gemm.four_bit:
+        return weights, weights
+    packed: Any = gemm.empty_weights(*weights.shape, device="cuda", dtype=weights.dtype)
+    exact = weights.float()
+    for expert, matrix in enumerate(weights):
+        rounded = quantise_four_bit(matrix, packed.format)
+        if rounded.order is not None:
+            rounded.order.copy_(torch.randperm(matrix.shape[1], device="cuda"))
+        packed[expert].set(rounded)
+        exact[expert] = rounded.dequantise()
+    return packed, exact
 
 
 class Layer:
@@ -86,8 +116,9 @@ class Layer:
         new = {"generator": generator, "device": "cuda"}
         self.w13 = (torch.randn(num_local, 2 * width, hidden, **new) / hidden**0.5).to(dtype)
         self.w2 = (torch.randn(num_local, hidden, width, **new) / width**0.5).to(dtype)
-        weights = (self.w13, self.w2)
-        self.prepared = [quantise_blocks(w) if gemm.fp8_weights else w for w in weights]
+        prepared13, self.w13 = prepare(gemm, self.w13)
+        prepared2, self.w2 = prepare(gemm, self.w2)
+        self.prepared = [prepared13, prepared2]
         order = Permutation(
             case.local,
             num_experts=case.num_experts,
@@ -194,7 +225,7 @@ def test_captures_into_a_graph_and_never_waits(name: str, label: str):
         assert torch.equal(out_ND, layer(*drawn)), seed
 
 
-@pytest.mark.parametrize("name", ["triton", "deepgemm"])
+@pytest.mark.parametrize("name", ["triton", "deepgemm", "triton_four_bit mxfp4"])
 @torch.inference_mode()
 def test_num_sms(name: str):
     gemm = build(name)
@@ -284,7 +315,7 @@ def test_few_rows_of_each_expert_equal_deepgemms(mean: int):
     layer = Layer(gemm, Experts(mean * 16))
     x_ND, topk_idx_NK, weights_NK = layer.draw(1)
     routed = layer.all2all.dispatch(x_ND, topk_idx_NK, weights_NK).wait()
-    few = gemm._few_rows(routed, *layer.prepared, num_sms=132)
+    few = gemm._skinny(routed, *layer.prepared, num_sms=132)
     many = DeepGemm.__call__(gemm, routed, *layer.prepared)
     found, expected = (layer.all2all.combine(y_RD, routed.handle).wait() for y_RD in (few, many))
     assert calc_diff(found, expected) < 2e-4

@@ -44,7 +44,7 @@ def test_float32_falls_back_to_triton():
             dtype=torch.float32,
             num_ranks=1,
             hidden_size=128,
-            expert_width=64,
+            moe_intermediate_size=64,
             num_experts=4,
             top_k=2,
             max_num_tokens=16,

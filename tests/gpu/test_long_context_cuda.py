@@ -69,7 +69,7 @@ def answer(checkpoint: Path, num_blocks: int) -> tuple[list[int], int]:
         engine = epoch.engine
         engine.submit(make_request("long", [7 * i % 251 for i in range(PROMPT)], max_tokens=ANSWER))
         while engine.step().run:
-            pool = engine.scheduler.pool
+            pool = engine.scheduler.cache.pool
             held = max(held, pool.num_blocks - pool.num_free)
     finally:
         epoch.process.close()

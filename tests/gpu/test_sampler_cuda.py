@@ -6,7 +6,7 @@ import torch
 
 from workers.sampling.sampler import Sampler
 from workers.sampling.token_bitmask import TokenBitmask
-from workers.step.sequence import Sequence, SequenceTable
+from workers.step.sequence import InputBatch, Sequence
 from workers.wire.request import EngineRequest, SamplingParams
 
 pytestmark = [
@@ -26,7 +26,7 @@ PARAMS = [
 
 
 def run(device: str) -> tuple[list[list[int]], list[list[tuple]]]:
-    table = SequenceTable(len(PARAMS), max_model_len=64, block_size=4)
+    table = InputBatch(len(PARAMS), max_model_len=64)
     sampler = Sampler(table, len(PARAMS), V, torch.device(device))
     seqs = []
     for index, params in enumerate(PARAMS):

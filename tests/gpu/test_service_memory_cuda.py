@@ -115,10 +115,10 @@ def _serve(rank_index: int, num_ranks: int, info: Any, config: RankConfig) -> Re
         with crowded(room):
             before = torch.cuda.memory_reserved()
             torch.cuda.reset_peak_memory_stats()
-            _send_traffic(client, epoch.engine.scheduler.pool.num_blocks)
+            _send_traffic(client, epoch.engine.scheduler.cache.num_blocks)
             torch.cuda.synchronize()
             growth = torch.cuda.max_memory_reserved() - before
-        pool = epoch.engine.scheduler.pool
+        pool = epoch.engine.scheduler.cache.pool
         if pool.num_free < pool.num_blocks:
             client.wrong.append(f"{pool.num_blocks - pool.num_free} KV blocks are still held")
         num_preemptions = epoch.engine.scheduler.num_preemptions

@@ -8,6 +8,7 @@ import torch
 from tests.devices import take_gpu
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.gpu_families import released_shape
+from tests.unit.schedulers import snapshots_of
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
@@ -37,11 +38,15 @@ def test_free_memory_is_split_by_the_length_of_a_usual_request(tmp_path: Path) -
             lambda _, outputs: cached.extend(o.num_cached_tokens for o in outputs if o.token_ids),
             lambda step: None,
         )
-        assert process.num_snapshots > 100 and process.snapshots is not None
-        assert {len(pool.state) for pool in process.states} == {1 + 8 + process.num_snapshots}
-        usual = process.kv_demand.blocks(512)
-        requests = 8 + process.num_snapshots
-        assert requests * usual <= process.num_blocks < 1.1 * requests * usual
+        assert (
+            process.caches.num_snapshots > 100 and snapshots_of(process.caches.manager) is not None
+        )
+        assert {len(pool.state) for pool in process.caches.states} == {
+            1 + 8 + process.caches.num_snapshots
+        }
+        usual = process.caches.demand.blocks(512)
+        requests = 8 + process.caches.num_snapshots
+        assert requests * usual <= process.caches.num_blocks < 1.1 * requests * usual
         assert torch.cuda.memory_allocated() < FRACTION * torch.cuda.mem_get_info()[1]
         for name in "ab":
             epoch.engine.submit(make_request(name, [7 * i % 251 for i in range(200)], max_tokens=1))

@@ -1,5 +1,7 @@
-"""A traced step on GPUs: its marks are nodes of CUDA graphs, and exchanges end where their own stream says so."""
+"""A profiled step on GPUs, with CUDA graphs and without: its kernels are in the trace."""
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from tests.distributed.rank_pool import RankPool
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.process_group import local_rendezvous
+from workers.rank.rank_info import RankTrace
 from workers.rank.trace_step import trace_step
-from workers.trace.spans import RankTrace, StepTrace
 
 MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
@@ -46,16 +48,6 @@ def traced(
         process.close()
 
 
-def check_times(step: StepTrace, graphs: bool) -> None:
-    """Check that moments are in the order of the compute stream, and from a graph where steps replay graphs."""
-    assert (step.launched is None) == graphs, step.launched
-    spent = step.exposed + step.covered
-    assert 0 <= spent <= 1.001 * step.seconds, (spent, step.seconds)
-    for x in step.all2alls:
-        times = [0.0, x.called, x.sent, x.idle, x.awaited, x.arrived, step.seconds]
-        assert times == sorted(times), x
-
-
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("all2all", ["copy_engine", "allgather"])
 def test_both_forms_are_traced(checkpoint: Path, all2all: str, graphs: bool):
@@ -79,13 +71,8 @@ def test_both_forms_are_traced(checkpoint: Path, all2all: str, graphs: bool):
         pool.close()
     for prefill, decode in found:
         for trace in (prefill, decode):
-            one_layer = [(x, i) for x in ("dispatch", "combine") for i in range(2)]
-            assert trace.plain.order() == [("dispatch", 0), ("combine", 0)] * LAYERS
-            assert trace.ubatched.order() == one_layer * LAYERS
-            check_times(trace.plain, graphs)
-            check_times(trace.ubatched, graphs)
-            ends = [x.done is not None for x in trace.ubatched.all2alls]
-            assert all(ends) if all2all == "copy_engine" else not any(ends), ends
-    # So small a model keeps no GPU busy without graphs: the rank that comes last finds its rows there already.
-    covered = [prefill.ubatched.covered for prefill, _ in found]
-    assert min(covered) > 0 if graphs else max(covered) > 0, covered
+            events = json.loads(gzip.decompress(trace.events))["traceEvents"]
+            kernels = [event for event in events if event.get("cat") == "kernel"]
+            # In a graph each ubatch computes on a stream of its own.
+            streams = {kernel["args"]["stream"] for kernel in kernels}
+            assert len(kernels) > 2 * LAYERS and len(streams) > graphs, streams

@@ -75,7 +75,7 @@ def check_drain(server: Server, streams: list[Stream]) -> None:
     """SIGTERM lets the streams finish, lets no other request in, and leaves nothing."""
     family = server.descendants()
     server.process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (status := _status(server, "/ready")) != 503:
         assert time.monotonic() < deadline, f"it is still ready: {status}"
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1})

@@ -22,8 +22,14 @@ JOINING = {
     "RAY_AUTH_MODE": "token"
 }  # which `ray.init` chooses by itself only where it starts a Ray
 OPERATOR_KEY = "operator-of-the-tests"
+SECRETS = {
+    "HF_TOKEN": "hf_secret-of-the-tests",
+    "PHALANX_OPERATOR_KEY": OPERATOR_KEY,
+    "OTEL_EXPORTER_OTLP_HEADERS": "authorization=secret-of-the-tests",
+}
 ACTORS = ("RankActor", "ServeReplica", "SupervisorActor")
 GCS_ADDRESS = re.compile(r"raylet .*--gcs-address=(\S+)")
+SESSION_FOLDER = re.compile(r"raylet .*--raylet_socket_name=(\S+)/sockets/raylet")
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
@@ -36,8 +42,7 @@ class Server:
         self._joins = joins
         self._others = joins.actors() if joins else []
         command = [sys.executable, "-m", "cluster.cli", "serve", str(config)]
-        environment = os.environ | {"PHALANX_OPERATOR_KEY": OPERATOR_KEY}
-        environment |= JOINING if joins else {}
+        environment = os.environ | SECRETS | (JOINING if joins else {})
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment
@@ -84,8 +89,15 @@ class Server:
 
     def ray_address(self) -> str:
         """The address by which other processes join the server's Ray."""
+        return self._of_raylet(GCS_ADDRESS)
+
+    def session_folder(self) -> Path:
+        """The folder of the server's Ray, with logs that all users of the machine can read."""
+        return Path(self._of_raylet(SESSION_FOLDER))
+
+    def _of_raylet(self, pattern: re.Pattern[str]) -> str:
         titles = (_title(process) for process in self.descendants())
-        return next(found[1] for title in titles if (found := GCS_ADDRESS.search(title)))
+        return next(found[1] for title in titles if (found := pattern.search(title)))
 
     def gauges(self) -> dict[str, float]:
         """What runs, what waits and how full the caches are; sums over the ranks."""

@@ -1,8 +1,6 @@
 """The client part of experiments of kind http, against the shared server and its Ray."""
 
 import json
-import os
-import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -10,12 +8,9 @@ import pytest
 
 from cluster.config.examples import DEMO
 from cluster.config.load import load_config
-from cluster.config.phalanx_config import PhalanxConfig
 from cluster.experiments import server_target
-from cluster.experiments.cluster_lock import experiment_lock
 from cluster.experiments.metrics import known_metrics, metrics_of
-from cluster.experiments.planned_load import plan_load
-from cluster.experiments.results_folder import FolderError
+from cluster.experiments.planned_load import first_requests, plan_load
 from cluster.experiments.server_target import ServerClient, check_epochs, on_port
 from cluster.experiments.target import EngineError, Job
 from cluster.experiments.workload_section import RequestWorkload
@@ -33,6 +28,8 @@ def test_requests_and_figures_of_a_server(server) -> None:
     assert found.keys() <= set(known_metrics("http"))
     again = metrics_of(client.run(Job(workload, load, "second", 0), 60), workload)
     assert not again.get("cached_tokens"), "a salt of its own keeps a run from cached prompts"
+    warm_up = client.run(Job(workload, first_requests(load, 4), "warm-up", 0), 60)
+    assert len(warm_up.answers) == 4, "a warm-up of an open loop is sent at once"
     with pytest.raises(EngineError, match="took longer than 0"):
         client.run(Job(workload, load, "third", 0), 0.01)
 
@@ -42,22 +39,6 @@ def test_servers_of_one_ray_have_names_of_their_own() -> None:
     first, second = (on_port(config, 1234).serve for _ in range(2))
     assert (first.host, first.port) == ("127.0.0.1", 1234)
     assert len({first.app_name, second.app_name, config.serve.app_name}) == 3
-
-
-def test_one_experiment_for_a_ray_cluster(ray_address: str) -> None:
-    """Whatever machine it is started on; the next experiment can begin when it has ended."""
-    config = PhalanxConfig(model={"path": "nowhere"}, cluster={"ray_address": ray_address})
-    expected = (
-        f"the Ray cluster {ray_address} is in use by another experiment, process {os.getpid()} on"
-    )
-    with (
-        experiment_lock(config),
-        pytest.raises(FolderError, match=re.escape(expected)),
-        experiment_lock(config),
-    ):
-        pass
-    with experiment_lock(config):
-        pass
 
 
 def test_a_rebuilt_group_has_no_figures() -> None:

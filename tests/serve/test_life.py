@@ -18,6 +18,7 @@ import pytest
 from tests.serve.open_streams import Stream
 from tests.serve.server import (
     ROOT,
+    SECRETS,
     START_TIMEOUT_S,
     Server,
     free_port,
@@ -165,13 +166,18 @@ def test_a_missing_checkpoint_is_named(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_broken_checkpoint_is_told_by_the_ranks(tmp_path, checkpoint, ray_address):
+def test_a_broken_checkpoint_is_told_by_the_ranks(
+    tmp_path, checkpoint, server, ray_address, monkeypatch
+):
+    """The ranks and the ingress got their secrets without a line of them in the logs of the Ray that was joined."""
     import shutil
 
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint, broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
     cluster = {"ranks": 1, "ray_address": ray_address}
     config = write_config(
         tmp_path, broken, free_port(), cluster=cluster, serve={"app_name": "broken"}
@@ -179,3 +185,8 @@ def test_a_broken_checkpoint_is_told_by_the_ranks(tmp_path, checkpoint, ray_addr
     done = run_serve(str(config))
     assert done.returncode == 1 and "model.safetensors" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+    logs = [path for path in (server.session_folder() / "logs").rglob("*") if path.is_file()]
+    texts = {path: path.read_text(errors="replace") for path in logs}
+    assert any("RankActor" in text for text in texts.values()), "the logs show the start of a rank"
+    for name, value in SECRETS.items():
+        assert [path for path, text in texts.items() if value in text] == [], name

@@ -34,10 +34,11 @@ from tests.triton.launches import CASES, LAUNCHES
 # The others' programs are small and do not wait for each other.
 LARGE = (
     "grouped_gemm_kernel",
+    "grouped_gemm_four_bit_kernel",
     "grouped_gemm_fp8_kernel",
     "hopper_grouped_gemm_kernel",
     "hopper_grouped_gemm_fp8_kernel",
-    "hopper_thin_fp8_kernel",
+    "hopper_skinny_fp8_kernel",
     "push_rows_kernel",
     "push_sums_kernel",
     "paged_decode_kernel",

@@ -18,7 +18,7 @@ from kernels.attention.batch import AttentionBatch
 from kernels.block_fp8 import BlockWeights
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from kernels.routing.device_routing import DeviceRouting, route_on_device
-from tests.triton import launches_fp8
+from tests.triton import launches_four_bit, launches_fp8
 from tests.triton.attention_launches import (
     decodes,
     expand_fp8,
@@ -95,7 +95,7 @@ def _linear_attention(at: Inputs, *, prompts: bool, states: str = "float32") -> 
     subject.bind(subject.allocate([spec], 2, torch.bfloat16, device))
     batch = AttentionBatch.dummy_decodes(at.size, device)
     starts = new * batch.query_start_loc_cpu
-    counts = {"num_tokens": new * at.size, "num_decodes": 0 if prompts else at.size}
+    counts = {"num_tokens": new * at.size, "num_single_rows": 0 if prompts else at.size}
     subject.plan(
         replace(
             batch,
@@ -131,11 +131,11 @@ def _route_groups(at: Inputs, *, on_device: bool) -> None:
         TOP_K,
         at.slice()[:1] if on_device else at.size,
         num_groups=8,
-        top_groups=4,
+        topk_group=4,
         group_score="top2",
-        renormalise=True,
-        score="sigmoid",
-        scaling=2.5,
+        norm_topk_prob=True,
+        scoring_func="sigmoid",
+        routed_scaling_factor=2.5,
     )
 
 
@@ -238,14 +238,14 @@ def _push(at: Inputs) -> None:
     _there_and_back(exchange, at, 256)
 
 
-def _thin_linear(at: Inputs, *, fp8: bool) -> None:
-    from kernels.triton.thin_linear import thin_linear
+def _skinny_linear(at: Inputs, *, fp8: bool) -> None:
+    from kernels.triton.skinny_linear import skinny_linear
 
     weights = torch.zeros(256, 256, dtype=torch.bfloat16, device=at.device)
     blocks = BlockWeights.empty(256, 256, device=at.device)
     for num_rows in (1, 2, 3, 4, 9):
         x = at.rows(256)[:1].expand(num_rows, 256)
-        thin_linear(x.contiguous(), blocks if fp8 else weights)
+        skinny_linear(x.contiguous(), blocks if fp8 else weights)
 
 
 CASES: dict[str, Callable[[Inputs], None]] = {
@@ -280,8 +280,9 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "grouped_gemm_with_gelu": partial(_grouped_gemm, activation="gelu"),
     "grouped_gemm_with_biases": partial(_grouped_gemm, activation="clamped_swiglu", biases=True),
     **launches_fp8.CASES,
-    "thin_linear": partial(_thin_linear, fp8=False),
-    "thin_linear_fp8": partial(_thin_linear, fp8=True),
+    **launches_four_bit.CASES,
+    "skinny_linear": partial(_skinny_linear, fp8=False),
+    "skinny_linear_fp8": partial(_skinny_linear, fp8=True),
     "push": _push,
     "penalise": _penalise,
     "decodes": partial(decodes, cut=False),
@@ -331,6 +332,7 @@ LAUNCHES: dict[str, Callable[[], list[int]]] = {
     "1000_rows_an_expert_with_gelu": partial(_tiles, 1000, "gelu"),
     "1000_rows_an_expert_with_gelu_tanh": partial(_tiles, 1000, "gelu_tanh"),
     **launches_fp8.LAUNCHES,
+    **launches_four_bit.LAUNCHES,
     **{f"push_{ranks}_ranks": partial(_pushes, ranks, None) for ranks in (2, 4, 8)},
     "push_fp8": partial(_pushes, 4, None, fp8=True),
     "push_fp8_on_8_sms": partial(_pushes, 4, 8, fp8=True),

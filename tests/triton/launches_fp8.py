@@ -10,7 +10,7 @@ import torch
 
 from kernels.all2all.base import ExpertInput
 from kernels.block_fp8 import BlockWeights
-from kernels.grouped_gemm.few_rows_fp8 import FewRowsFp8
+from kernels.grouped_gemm.skinny_fp8 import SkinnyFp8
 from kernels.routing.device_routing import DeviceRouting, route_on_device
 from tests.triton.device import DEVICE, FOR_HOPPER
 from tests.triton.launch_inputs import EXPERTS, Inputs
@@ -24,26 +24,26 @@ def _dense_fp8(at: Inputs) -> None:
     activate(at.rows(512), "silu")
 
 
-def _thin_fp8(at: Inputs) -> None:
+def _hopper_skinny_fp8(at: Inputs) -> None:
     """Of up to 16 rows, for which there is one tile; with and without parts."""
     from kernels.dense_fp8 import quantise
-    from kernels.triton.hopper_thin_fp8 import thin_fp8
+    from kernels.triton.hopper_skinny_fp8 import skinny_fp8
 
     rows, weights = (
         quantise(at.rows(512)[:16]),
         BlockWeights.empty(128, 512, device=at.device),
     )
-    thin_fp8(rows, weights)
-    thin_fp8(rows, weights, 2)
+    skinny_fp8(rows, weights)
+    skinny_fp8(rows, weights, 2)
 
 
-def _few_rows_fp8(at: Inputs) -> None:
+def _skinny_fp8(at: Inputs) -> None:
     """Rows in FP8 of an expert's few."""
     routing = route_on_device(at.ids(), range(EXPERTS), num_experts=EXPERTS)
     weights = BlockWeights.empty(EXPERTS, 256, 128, device=at.device)
     down = BlockWeights.empty(EXPERTS, 128, 128, device=at.device)
     routed = ExpertInput(at.rows(128), routing.offs_e, None, routing)
-    FewRowsFp8(hopper=FOR_HOPPER)(routed, weights, down, num_sms=4)
+    SkinnyFp8(hopper=FOR_HOPPER)(routed, weights, down, num_sms=4)
 
 
 def _fp8_tiles(rows_per_expert: float) -> list[int]:
@@ -54,28 +54,32 @@ def _fp8_tiles(rows_per_expert: float) -> list[int]:
     x = torch.zeros(expected, 2048, dtype=torch.bfloat16, device=DEVICE)
     weights = BlockWeights.empty(EXPERTS, 1536, 2048, device=DEVICE)
     down = BlockWeights.empty(EXPERTS, 2048, 768, device=DEVICE)
-    gemm = FewRowsFp8(hopper=FOR_HOPPER)
+    gemm = SkinnyFp8(hopper=FOR_HOPPER)
     gemm(ExpertInput(x, routing.offs_e, None, routing), weights, down, num_sms=132)
     return [tile.programs_per_sm for tile in gemm.tiles(rows_per_expert)]
 
 
-def _thin_fp8_tiles(num_rows: int) -> list[int]:
+def _hopper_skinny_fp8_tiles(num_rows: int) -> list[int]:
     """Launch Qwen3-30B-A3B's products with FP8 weights outside the experts."""
     from kernels.dense_fp8 import quantise
-    from kernels.triton.hopper_thin_fp8 import thin_fp8
+    from kernels.triton.hopper_skinny_fp8 import skinny_fp8
 
     for width, depth, parts in ((5120, 2048, 1), (2048, 4096, 4)):
         x = torch.zeros(num_rows, depth, dtype=torch.bfloat16, device=DEVICE)
-        thin_fp8(quantise(x), BlockWeights.empty(width, depth, device=DEVICE), parts)
+        skinny_fp8(quantise(x), BlockWeights.empty(width, depth, device=DEVICE), parts)
     return [1, 1]
 
 
 CASES: dict[str, Callable[[Inputs], None]] = {
     "dense_fp8": _dense_fp8,
-    **({"thin_fp8": _thin_fp8} if FOR_HOPPER else {}),
-    "few_rows_fp8": _few_rows_fp8,
+    **({"hopper_skinny_fp8": _hopper_skinny_fp8} if FOR_HOPPER else {}),
+    "skinny_fp8": _skinny_fp8,
 }
 LAUNCHES: dict[str, Callable[[], list[int]]] = {
     **{f"{rows}_rows_an_expert_fp8": partial(_fp8_tiles, rows) for rows in (0.25, 8, 16, 48)},
-    **{f"{rows}_rows_fp8": partial(_thin_fp8_tiles, rows) for rows in (16, 64) if FOR_HOPPER},
+    **{
+        f"{rows}_rows_fp8": partial(_hopper_skinny_fp8_tiles, rows)
+        for rows in (16, 64)
+        if FOR_HOPPER
+    },
 }

@@ -20,7 +20,7 @@ from kernels.triton.qk_rope import norm_rotate, norm_rotate_store
 from kernels.triton.quantise_rows import quantise_rows
 from kernels.triton.route import route_top_k
 from kernels.triton.route_groups import route_groups
-from kernels.triton.thin_linear import takes_thin, thin_linear
+from kernels.triton.skinny_linear import skinny_linear, takes_skinny
 from tests.closeness import assert_near
 from tests.in_turn import in_turn
 from tests.triton.device import COMPILED, DEVICE, compiled_only
@@ -65,8 +65,8 @@ def test_gpus_have_them():
         output_gate_fp8,
         route_top_k,
         route_groups,
-        takes_thin,
-        thin_linear,
+        takes_skinny,
+        skinny_linear,
     )
 
 
@@ -201,10 +201,10 @@ def test_norm_rotate_store(
 
 
 @pytest.mark.parametrize(
-    ("experts", "top_k", "renormalise", "dtype"),
+    ("experts", "top_k", "norm_topk_prob", "dtype"),
     in_turn(3, [(8, 1), (60, 4), (128, 8), (512, 10)], [True, False], DTYPES),
 )
-def test_route_top_k(experts: int, top_k: int, renormalise: bool, dtype: torch.dtype):
+def test_route_top_k(experts: int, top_k: int, norm_topk_prob: bool, dtype: torch.dtype):
     rows, num_tokens = (129, 127) if COMPILED else (9, 7)
     # No two logits of a row are equal, also after rounding, so there is one right order.
     order = torch.rand(rows, experts, device=DEVICE).argsort(1)
@@ -212,19 +212,19 @@ def test_route_top_k(experts: int, top_k: int, renormalise: bool, dtype: torch.d
     if dtype == torch.bfloat16 and experts > 256:
         logits = logits.float()
     weights, ids = torch.topk(logits.float(), top_k)
-    weights = weights.softmax(-1) if renormalise else weights
-    if not renormalise:
+    weights = weights.softmax(-1) if norm_topk_prob else weights
+    if not norm_topk_prob:
         weights = logits.float().softmax(-1).gather(1, ids)
     on_device = torch.tensor([num_tokens], device=DEVICE)
     for count in (num_tokens, on_device):
-        found_ids, found_weights = route_top_k(logits, top_k, renormalise, count)
+        found_ids, found_weights = route_top_k(logits, top_k, norm_topk_prob, count)
         assert torch.equal(found_ids[:num_tokens], ids[:num_tokens])
         assert (found_ids[num_tokens:] == -1).all()
         torch.testing.assert_close(found_weights, weights, atol=1e-6, rtol=1e-5)
     scores = logits.float().sigmoid().gather(1, ids)
-    scores = 2.5 * scores / (scores.sum(-1, keepdim=True) if renormalise else 1.0)
+    scores = 2.5 * scores / (scores.sum(-1, keepdim=True) if norm_topk_prob else 1.0)
     found_ids, found_weights = route_top_k(
-        logits, top_k, renormalise, rows, score="sigmoid", scaling=2.5
+        logits, top_k, norm_topk_prob, rows, scoring_func="sigmoid", routed_scaling_factor=2.5
     )
     assert torch.equal(found_ids, ids)
     torch.testing.assert_close(found_weights, scores, atol=1e-6, rtol=1e-5)

@@ -12,7 +12,7 @@ from kernels.all2all.base import ExpertInput
 from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise, quantise_blocks, quantise_groups
 from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.deepgemm import DeepGemmFp8
-from kernels.grouped_gemm.few_rows_fp8 import FewRowsFp8
+from kernels.grouped_gemm.skinny_fp8 import SkinnyFp8
 from kernels.pending import set_yield_ubatch
 from kernels.routing.device_routing import DeviceRouting, route_on_device
 from kernels.triton import pdl
@@ -113,7 +113,7 @@ def test_experts_equal_float32(num_rows: int, activation: Activation) -> None:
     w2, exact2 = weights(EXPERTS - 2, hidden, width)
     x_ND = randn(num_rows, hidden, dtype=torch.bfloat16)
     expert_input = ExpertInput(x_ND, routing.offs_e, None, routing)
-    y_RD = FewRowsFp8()(expert_input, w13, w2, activation, num_sms=3)
+    y_RD = SkinnyFp8()(expert_input, w13, w2, activation, num_sms=3)
     assert y_RD.shape == (routing.num_permuted, hidden)
     for local, (start, end) in enumerate(zip(routing.starts_e, routing.ends_e, strict=True)):
         x_RD = x_ND[routing.row_R[start:end].long()].float()
@@ -130,13 +130,13 @@ def test_takes_few_rows_alone() -> None:
         routing = routed(num_rows, 128, DeepGemmFp8.unaligned_rows)
         assert not num_rows or routing.alignment == (1 if taken else 128)
         routed_input = ExpertInput(x[:num_rows], routing.offs_e, None, routing)
-        assert FewRowsFp8.takes(routed_input) == taken, num_rows
+        assert SkinnyFp8.takes(routed_input) == taken, num_rows
 
 
 @pytest.mark.parametrize(("num_rows", "columns"), [(8, 64), (9, 128)])
 def test_tiles_on_hopper_are_narrow_where_wide_ones_leave_sms(num_rows: int, columns: int) -> None:
     """Of 8 rows, by 2 experts each, 16 * 4 / 6 pairs are local if routing is even, with 2 wide tiles each."""
-    gemm, launches = FewRowsFp8(hopper=True), []
+    gemm, launches = SkinnyFp8(hopper=True), []
 
     def product(*args: Any, **named: Any) -> Fp8Rows:
         launches.append((named["tile"], named.get("pairs", False)))
@@ -155,7 +155,7 @@ def test_tiles_on_hopper_hold_most_experts_rows(
     mean: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both start early; not in ubatches."""
-    gemm = FewRowsFp8(hopper=True)
+    gemm = SkinnyFp8(hopper=True)
     monkeypatch.setattr(pdl, "supported", lambda: True)
     up, down = gemm.tiles(mean)
     assert up.rows == down.rows == rows and up.early and down.early

@@ -80,7 +80,7 @@ def test_steps_of_fixed_rows_leave_the_slots_of_padding_alone():
     subject = TritonLinearAttention(case.specs)
     subject.bind(case.states)
     subject.reserve_graphs(8, 8)
-    idle = replace(case.batch(), num_tokens=0, num_seqs=0, num_decodes=0)
+    idle = replace(case.batch(), num_tokens=0, num_seqs=0, num_single_rows=0)
     starts, lens = idle.query_start_loc_cpu[:1], idle.seq_lens_cpu[:0]
     assert idle.state_slots is not None
     idle = replace(

@@ -12,25 +12,34 @@ from workers.specs.model import RouterSpec
 
 V3 = RouterSpec(
     top_k=8,
-    renormalise=True,
-    score="sigmoid",
-    scaling=2.5,
+    norm_topk_prob=True,
+    scoring_func="sigmoid",
+    routed_scaling_factor=2.5,
     bias=True,
     num_groups=8,
-    top_groups=4,
+    topk_group=4,
     group_score="top2",
 )
-V2 = RouterSpec(top_k=6, renormalise=False, scaling=16.0, num_groups=8, top_groups=3)
+V2 = RouterSpec(
+    top_k=6, norm_topk_prob=False, routed_scaling_factor=16.0, num_groups=8, topk_group=3
+)
 # Experts, and the routers of DeepSeek-V3 and V2, Kimi-K2, ERNIE, and two with groups of no power of two.
 ROUTERS = [
     (256, V3),
     (160, V2),
-    (384, replace(V3, num_groups=1, top_groups=1, scaling=2.827)),
-    (64, RouterSpec(top_k=6, renormalise=True, bias=True)),
-    (10, replace(V3, top_k=3, num_groups=5, top_groups=2)),
-    (9, replace(V3, top_k=2, num_groups=3, top_groups=1)),
+    (384, replace(V3, num_groups=1, topk_group=1, routed_scaling_factor=2.827)),
+    (64, RouterSpec(top_k=6, norm_topk_prob=True, bias=True)),
+    (10, replace(V3, top_k=3, num_groups=5, topk_group=2)),
+    (9, replace(V3, top_k=2, num_groups=3, topk_group=1)),
 ]
-FIELDS = ("num_groups", "top_groups", "group_score", "renormalise", "score", "scaling")
+FIELDS = (
+    "num_groups",
+    "topk_group",
+    "group_score",
+    "norm_topk_prob",
+    "scoring_func",
+    "routed_scaling_factor",
+)
 
 
 @pytest.mark.parametrize(("experts", "spec"), ROUTERS)
@@ -55,7 +64,7 @@ def test_odd_logits_give_different_experts() -> None:
     logits[1] = float("nan")
     logits[2] = float("-inf")
     logits[3, 4:] = float("inf")
-    spec = replace(V3, top_k=4, num_groups=4, top_groups=2)
+    spec = replace(V3, top_k=4, num_groups=4, topk_group=2)
     options = {name: getattr(spec, name) for name in FIELDS}
     ids, _ = route_groups(logits, None, 4, 4, **options)
     for row in ids.tolist():
@@ -63,7 +72,7 @@ def test_odd_logits_give_different_experts() -> None:
 
 
 def test_too_few_open_experts_are_an_error() -> None:
-    spec = replace(V3, top_k=5, num_groups=4, top_groups=1)
+    spec = replace(V3, top_k=5, num_groups=4, topk_group=1)
     options = {name: getattr(spec, name) for name in FIELDS}
     with pytest.raises(AssertionError, match="too few experts"):
         route_groups(torch.zeros(1, 16, device=DEVICE), None, 5, 1, **options)

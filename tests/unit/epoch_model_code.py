@@ -147,7 +147,7 @@ def received(
         except BaseException as error:  # the receiver only logs errors
             errors.append(error)
 
-    receiver._deliver = deliver
+    receiver._listener = SimpleNamespace(deliver=deliver)
     receiver._take(message)
     assert not errors, errors
     return requests_of(client, requests)

@@ -10,7 +10,6 @@ import yaml
 from cluster.bench.stream import Answer
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.experiments.experiment import Experiment, load_experiment
-from cluster.experiments.plan import Clock, configured_device
 from cluster.experiments.results_folder import ResultsFolder
 from cluster.experiments.runner import Runner
 from cluster.experiments.target import Engine, EngineError, Job, Measured
@@ -98,8 +97,7 @@ def run_with(engines: FakeEngines, path: Path, out: Path, *overrides: str) -> in
     found = load_experiment(path, overrides)
     folder = ResultsFolder(out)
     with folder.open(head_of(found), path):
-        clock = Clock(found.sections.kind, configured_device)
-        runner = Runner(found, folder, engines.start, clock, lambda text: None, ORIGIN)
+        runner = Runner(found, folder, engines.start, lambda text: None, ORIGIN)
         return runner.run()
 
 

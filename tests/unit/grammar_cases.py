@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from workers.models.byte_tokenizer import (
+from scripts.byte_tokenizer import (
     SPECIAL_TOKENS,
     byte_tokenizer,
     generation_config,

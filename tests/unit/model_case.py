@@ -8,7 +8,7 @@ import torch
 
 from kernels.all2all.local import LocalAllToAll
 from kernels.attention.base import Attention
-from kernels.attention.latent import LatentAttention
+from kernels.attention.mla import MlaAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.backends.select import Backends
 from kernels.grouped_gemm.base import GroupedGemm
@@ -64,7 +64,7 @@ def make_batch(new_ids: list[list[int]], contexts: list[int], padding: int = 0) 
         num_tokens=len(flat),
         num_token_non_padded=len(flat),
         num_seqs=len(lens),
-        num_decodes=lens.count(1),
+        num_single_rows=lens.count(1),
         input_ids=torch.tensor(flat + [0] * padding, dtype=torch.int64),
         positions=torch.tensor(positions + [0] * padding, dtype=torch.int64),
         slot_mapping=torch.tensor(slots, dtype=torch.int64),
@@ -99,8 +99,8 @@ class OneRank:
         """config: of a model with random weights; None: the checkpoint's own. backend: None: a reference."""
         drawn = config is not None
         config = self.config = config or load_model_config(path)
-        latent = any(spec.latent is not None for spec in config.attention_specs)
-        backend = backend or (LatentAttention if latent else SdpaAttention)
+        latent = any(spec.mla is not None for spec in config.attention_specs)
+        backend = backend or (MlaAttention if latent else SdpaAttention)
         self.attention = backend(config.attention_specs, BLOCK_SIZE)
         groups = backend.kv_groups(config.attention_specs)
         seqs = max_seqs if config.window is None else 2 * MAX_SEQS

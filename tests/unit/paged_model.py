@@ -4,6 +4,8 @@ import random
 
 import numpy as np
 
+from tests.unit.schedulers import group_of, snapshots_of
+from workers.kv_cache.block_groups import FullGroup, WindowGroup
 from workers.scheduler.scheduler import Scheduler
 from workers.step.scheduled_batch import ScheduledBatch
 
@@ -23,14 +25,16 @@ class PagedModel:
     def __init__(self, scheduler: Scheduler, before: "PagedModel | None" = None):
         """`before`: the model of an earlier scheduler, whose cache this one goes on with."""
         self._table = scheduler.table
-        self._window = scheduler.demand.window
-        num_slots = scheduler.pool.num_blocks * self._table.block_size
+        cache = scheduler.cache
+        self._window, self._block_size = cache.demand.window, cache.block_size
+        self._blocks, self._window_blocks = (group_of(cache, k) for k in (FullGroup, WindowGroup))
+        num_slots = cache.num_blocks * cache.block_size
         chance = random.Random(0)
         self._last_tokens = [0] * len(self._table.token_ids)
         self._content = [chance.getrandbits(60) for _ in range(num_slots)]
         if before is not None:
             self._content = before._content
-        self._snapshots = scheduler.snapshots
+        self._snapshots = snapshots_of(cache)
         self._states: dict[int, int] = {} if before is None else before._states
         self._scheduler = scheduler
         self._written: list[list[int]] = []  # slots, by step
@@ -60,14 +64,14 @@ class PagedModel:
         rows = [seq.row for seq in batch.seqs]
         if self._snapshots is not None:
             self._copy_states(batch)
-        starts = self._table.num_computed[rows] if rows else np.zeros(0, dtype=np.int64)
+        starts = self._table.num_computed_tokens[rows] if rows else np.zeros(0, dtype=np.int64)
         # As on a device: nobody sees what another sequence writes in the same step, so last ones write first.
         last = {}
         for index in reversed(range(len(rows))):
             last[index] = self._run(
                 rows[index], int(starts[index]), int(batch.num_new_tokens[index])
             )
-        drawn = {rows[i]: last[i] % VOCAB for i, samples in enumerate(batch.samples) if samples}
+        drawn = {rows[index]: last[index] % VOCAB for index in batch.logits_seqs}
         for row, token in drawn.items():
             self._last_tokens[row] = token
         return list(drawn.values())
@@ -75,7 +79,7 @@ class PagedModel:
     def _copy_states(self, batch: ScheduledBatch) -> None:
         for source, target in batch.state_copies:
             self._states[target] = self._states[source]
-        live = {seq.row + 1 for seq in self._scheduler.running if seq.num_computed}
+        live = {seq.row + 1 for seq in self._scheduler.running if seq.num_computed_tokens}
         kept = live.union(self._snapshots.slots)
         self._states = {slot: state for slot, state in self._states.items() if slot in kept}
 
@@ -91,7 +95,7 @@ class PagedModel:
             self._content[self._slot(row, position)] = before
             self._written[-1].append(self._slot(row, position))
             if self._window is not None:
-                slot = self._slot(row, position, self._table.window_table)
+                slot = self._slot(row, position, self._window_blocks)
                 self._content[slot] = hash(("window", before))
                 self._written[-1].append(slot)
                 self._check_window(row, position)
@@ -101,10 +105,9 @@ class PagedModel:
 
     def _check_window(self, row: int, position: int) -> None:
         for seen in range(max(0, position + 1 - self._window), position + 1):
-            found = self._content[self._slot(row, seen, self._table.window_table)]
+            found = self._content[self._slot(row, seen, self._window_blocks)]
             assert found == hash(("window", self._content[self._slot(row, seen)])), (row, seen)
 
-    def _slot(self, row: int, position: int, table: np.ndarray | None = None) -> int:
-        block, offset = divmod(position, self._table.block_size)
-        blocks = self._table.block_table if table is None else table
-        return int(blocks[row, block]) * self._table.block_size + offset
+    def _slot(self, row: int, position: int, group: FullGroup | None = None) -> int:
+        block, offset = divmod(position, self._block_size)
+        return int((group or self._blocks).table[row, block]) * self._block_size + offset

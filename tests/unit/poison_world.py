@@ -11,10 +11,10 @@ from typing import Any
 from cluster.client.open_request import OpenRequest
 from cluster.client.suspects import Suspects, turn
 from kernels.pending import Pending
+from tests.unit.schedulers import make_scheduler
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.engine.vote_transport import LocalVoteTransport
-from workers.scheduler.scheduler import Scheduler
 from workers.step.step_output import StepOutput
 from workers.step.step_sync import PlanConfig
 from workers.wire.request import RequestOutput, SamplingParams
@@ -129,7 +129,7 @@ class World:
     def _engine(self, rank: int) -> Engine:
         config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=128)
         world = self
-        scheduler = Scheduler(config, num_blocks=4096, block_size=16, max_model_len=256)
+        scheduler = make_scheduler(config, num_blocks=4096, block_size=16, max_model_len=256)
 
         class Runner:
             """Ends the rank, or draws a token for each sequence."""
@@ -144,7 +144,7 @@ class World:
                 if world.kill_in in (0, 1):
                     world.kill_in = -1
                     raise KilledError
-                return Pending.ready(StepOutput([7] * int(batch.samples.sum())))
+                return Pending.ready(StepOutput.of(batch, [7] * len(batch.logits_seqs)))
 
         def publish(ingress_id: str, outputs: list[RequestOutput]) -> None:
             ingress = world.ingresses[int(ingress_id)]

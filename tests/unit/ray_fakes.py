@@ -15,10 +15,10 @@ from kernels.interface.config import KernelsConfig
 from kernels.routing.expert_map import STANDBY
 from workers.config import CacheConfig, ModelSection, RankConfig, SchedulerConfig
 from workers.rank.rank_info import Membership, Pulse, RankInfo, Rendezvous
+from workers.rank.token_streams import TokenStreams
 from workers.wire.inbox import Inbox
 from workers.wire.request import EngineRequest, RequestOutput
 from workers.wire.secure_socket import StreamAddress
-from workers.wire.token_stream import TokenSender
 
 
 class FakeHandle:
@@ -64,8 +64,8 @@ class FakeRank:
         self.versions = {"phalanx": "1.0", "torch": "2.0"}
         self.epoch, self.fence = -1, 0
         self.info: RankInfo | None = None
-        self._inbox: Inbox | None = None
-        self._senders: dict[str, TokenSender] = {}
+        self.inbox: Inbox | None = None
+        self.streams: TokenStreams | None = None
 
     async def _note(self, name: str, *args: Any) -> None:
         self.calls[name].append(args)
@@ -82,10 +82,11 @@ class FakeRank:
 
     async def membership(self) -> Membership:
         await self._note("membership")
-        return Membership(self.rank, self.epoch, self.fence, self.info, tuple(self._senders))
+        leases = self.streams.leases if self.streams is not None else ()
+        return Membership(self.rank, self.epoch, self.fence, self.info, leases)
 
-    async def fetch_checkpoint(self) -> None:
-        await self._note("fetch_checkpoint")
+    async def fetch_checkpoint(self, token: str | None) -> None:
+        await self._note("fetch_checkpoint", token)
 
     async def host_rendezvous(self) -> tuple[str, int]:
         await self._note("host_rendezvous")
@@ -128,11 +129,8 @@ class FakeRank:
     async def leave_epoch(self, fence: int) -> None:
         await self._note("leave_epoch", fence)
         self.epoch, self.fence, self.info = -1, fence, None
-        self._close_senders()
+        self.close()
         self.requests.clear()
-        if self._inbox is not None:
-            self._inbox.close()
-            self._inbox = None
 
     async def pulse(self) -> Pulse | None:
         await self._note("pulse")
@@ -141,19 +139,26 @@ class FakeRank:
     async def stats(self) -> dict[str, Any]:
         return {"rank": self.rank}
 
-    async def open_stream(self, epoch: int, stream_id: str, address: StreamAddress) -> Any:
-        await self._note("open_stream", epoch, stream_id)
-        if self._inbox is None:
-            self._inbox = Inbox("127.0.0.1")
-            self._inbox.deliver_to(self, epoch)
-        self._senders[stream_id] = TokenSender(address, epoch)
-        return self._inbox.address
+    async def open_stream(
+        self, epoch: int, lease_id: str, address: StreamAddress, stream: bytes
+    ) -> Any:
+        await self._note("open_stream", epoch, lease_id)
+        if self.inbox is None:
+            self.inbox = Inbox("127.0.0.1")
+            self.inbox.deliver_to(self, epoch)
+            self.streams = TokenStreams(self.inbox)
+        self._abort_lease(lease_id)
+        self.streams.open(lease_id, address, epoch, stream)
+        return self.inbox.address
 
-    async def close_stream(self, epoch: int, stream_id: str) -> None:
-        await self._note("close_stream", epoch, stream_id)
-        if stream_id in self._senders:
-            self._senders.pop(stream_id).close()
-        for name in [n for n, r in self.requests.items() if r.ingress_id == stream_id]:
+    async def close_stream(self, epoch: int, lease_id: str) -> None:
+        await self._note("close_stream", epoch, lease_id)
+        self._abort_lease(lease_id)
+
+    def _abort_lease(self, lease_id: str) -> None:
+        if self.streams is not None:
+            self.streams.close(lease_id)
+        for name in [n for n, r in self.requests.items() if r.ingress_id == lease_id]:
             del self.requests[name]
 
     # What the inbox's thread calls.
@@ -177,19 +182,18 @@ class FakeRank:
     async def send(self, output: RequestOutput) -> None:
         """Send one output; waits for the request first."""
         await until(lambda: output.request_id in self.requests)
-        stream_id = self.requests[output.request_id].ingress_id
-        if stream_id in self._senders:
-            self._senders[stream_id].send(self.rank, 0, [output])
+        self.send_now(self.requests[output.request_id].ingress_id, [output])
 
-    def _close_senders(self) -> None:
-        for sender in self._senders.values():
-            sender.close()
-        self._senders = {}
+    def send_now(self, lease_id: str, outputs: list[RequestOutput]) -> None:
+        """Send a message as a step loop does."""
+        if self.streams is not None:
+            self.streams.send(lease_id, self.rank, 0, outputs)
 
     def close(self) -> None:
-        self._close_senders()
-        if self._inbox is not None:
-            self._inbox.close()
+        if self.inbox is not None:
+            self.streams.close_all()
+            self.inbox.close()
+            self.inbox = self.streams = None
 
 
 class FakeLauncher:

@@ -45,7 +45,7 @@ ADDRESS = StreamAddress("tcp://127.0.0.1:9", b"0" * 40)
 CALLS: dict[str, tuple[Any, ...]] = {
     "start": ([],),
     "done": (),
-    "open_stream": ("i.1", ADDRESS),
+    "open_stream": ("i.1", ADDRESS, b"stream"),
     "close_stream": ("i.1",),
     "stop": (),
 }

@@ -6,10 +6,10 @@ import openai
 import pydantic
 import pytest
 
+from scripts.byte_tokenizer import CHAT_TEMPLATE
 from tests.unit.api_fakes import IM_END, MODEL, Api, FakeBackend, says, tiny_tokenizer
 from tests.unit.test_api_openai import USER, with_client
 from tests.unit.test_tool_parsers import CALL, OTHER, TOOLS, tag
-from workers.models.byte_tokenizer import CHAT_TEMPLATE
 
 
 class City(pydantic.BaseModel):

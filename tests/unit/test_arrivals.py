@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 
 from kernels.pending import Pending
+from tests.unit.schedulers import make_scheduler
 from workers.config import SchedulerConfig
 from workers.engine import arrivals
 from workers.engine.engine import Engine
 from workers.engine.vote_transport import LocalVoteTransport
-from workers.scheduler.scheduler import Scheduler
 from workers.step.step_output import StepOutput
 from workers.step.step_sync import PlanConfig
 from workers.wire.request import EngineRequest, SamplingParams
@@ -45,12 +45,7 @@ class Rank:
         self.sent: list[tuple[str, str, int]] = []  # ingress, request, number of tokens
         self.together: list[set[str]] = []
         self.grammars = SlowGrammars()
-        self.scheduler = Scheduler(
-            SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4),
-            num_blocks=64,
-            block_size=4,
-            max_model_len=64,
-        )
+        self.scheduler = make_scheduler(SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4))
         self.engine = Engine(
             self.scheduler,
             self,
@@ -66,7 +61,7 @@ class Rank:
     def launch(self, batch, plan) -> Pending[StepOutput]:
         names = {seq.request.request_id for seq in batch.seqs}
         self.together.append(names & self.engine._arrivals.fresh)
-        return Pending.ready(StepOutput([7] * int(batch.samples.sum())))
+        return Pending.ready(StepOutput.of(batch, [7] * len(batch.logits_seqs)))
 
     def submit(self, name: str, *, ingress: str = "i", tokens: int = 3, grammar=None, **fields):
         params = SamplingParams(max_tokens=tokens, grammar=grammar)
@@ -181,7 +176,7 @@ def test_no_order_of_events_stops_a_rank_or_joins_a_trial_with_another_request()
             rank.grammars.finish("no grammar")
         rank.finish()
         assert not rank.engine._arrivals.fresh and not rank.engine._arrivals._held, sequence
-        assert rank.scheduler.pool.num_free == 64, sequence
+        assert rank.scheduler.cache.pool.usage == 0, sequence
         for fresh in rank.together:
             assert len(fresh) <= 1 or not fresh & trials, sequence
 

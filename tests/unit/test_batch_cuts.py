@@ -55,11 +55,11 @@ def check(batch: ForwardBatch, num_ubatches: int) -> None:
         assert part.num_token_non_padded == part.num_tokens
         assert part.seq_lens_cpu.dtype == part.query_start_loc_cpu.dtype == np.int32
         new_tokens = np.diff(part.query_start_loc_cpu)
-        assert (new_tokens[: part.num_decodes] == 1).all()
+        assert (new_tokens[: part.num_single_rows] == 1).all()
         # padding comes last, so a ubatch behind one with padding has nothing else
         assert part.num_tokens in (min(end, batch.num_tokens) - start, 0)
         assert len(part.logits_indices) == len(part.sampling_rows_cpu) == 0, "the whole samples"
-    assert sum(part.num_decodes for part in parts) == batch.num_decodes
+    assert sum(part.num_single_rows for part in parts) == batch.num_single_rows
 
 
 sequences = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 40)), min_size=0, max_size=6)
@@ -79,7 +79,7 @@ def test_a_request_over_three_ubatches():
     batch = make_batch([[1], list(range(10, 21))], [5, 3])
     first, middle, last = cut(batch, 12, 3)
     assert [p.num_seqs for p in (first, middle, last)] == [2, 1, 1]
-    assert [p.num_decodes for p in (first, middle, last)] == [1, 0, 0]
+    assert [p.num_single_rows for p in (first, middle, last)] == [1, 0, 0]
     assert first.seq_lens_cpu.tolist() == [6, 6]
     assert middle.seq_lens_cpu.tolist() == [10] and last.seq_lens_cpu.tolist() == [14]
     assert last.query_start_loc_cpu.tolist() == [0, 4]
@@ -89,12 +89,12 @@ def test_a_request_over_three_ubatches():
 def test_a_tail_of_one_token_is_no_decode():
     batch = make_batch([[1, 2, 3], [4, 5]], [0, 0], padding=1)
     last = cut(batch, 6, 3)[2]
-    assert last.num_tokens == 1 and last.num_seqs == 1 and last.num_decodes == 0
+    assert last.num_tokens == 1 and last.num_seqs == 1 and last.num_single_rows == 0
 
 
 def test_an_idle_rank_has_ubatches_of_padding():
     for part in cut(make_batch([], [], padding=5), 5, 2):
-        assert part.num_tokens == part.num_seqs == part.num_decodes == 0
+        assert part.num_tokens == part.num_seqs == part.num_single_rows == 0
         assert part.num_rows in (2, 3) and len(part.slot_mapping) == 0
 
 
@@ -121,9 +121,9 @@ def test_a_graph_counts_the_tokens_of_a_ubatch_on_the_device(num_tokens, of_ubat
 def test_dummy_decodes_of_a_capture_are_cut_too():
     decodes = AttentionBatch.dummy_decodes(5, torch.device("cpu"))
     first, last = cut(decodes, 8, 2)  # three rows of padding
-    assert (first.num_decodes, last.num_decodes) == (4, 1)
+    assert (first.num_single_rows, last.num_single_rows) == (4, 1)
     for part in (first, last):
-        assert part.num_tokens == part.num_seqs == part.num_decodes
+        assert part.num_tokens == part.num_seqs == part.num_single_rows
         assert part.seq_lens_cpu.tolist() == [1] * part.num_seqs
         assert part.block_table.tolist() == [[0]] * part.num_seqs
         assert set(part.slot_mapping.tolist()) == {-1}, "K and V must not be written"

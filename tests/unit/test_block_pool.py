@@ -1,5 +1,7 @@
 """The block pool against a model that remembers what every block holds, and the keys of blocks."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -171,6 +173,12 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def free_is_what_nobody_holds(self):
         assert self.pool.num_free == NUM_BLOCKS - len(self.held())
+
+    @invariant()
+    def references_have_owners(self):
+        owners = Counter(block for blocks in self.holders for block in blocks)
+        self.pool.check_integrity(owners)
+        assert not list(self.pool._differences(owners))
 
     @invariant()
     def no_key_is_lost_to_a_held_block(self):

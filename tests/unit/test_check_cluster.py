@@ -3,8 +3,6 @@
 import io
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from workers.config import ModelSection
 from workers.rank.node_facts import NodeFacts, matrix, node_facts, rdma_devices
-from workers.rank.node_probe import NodeProbe, PairSpeed
+from workers.rank.node_probe import NodeProbe
 from workers.stats.versions import source_digest
 from workers.weights.checkpoint_files import CheckpointFiles, FileFacts
 
@@ -45,7 +43,7 @@ def config(*overrides: str) -> PhalanxConfig:
 
 
 def errors(nodes: list[NodeReport], *overrides: str) -> list[str]:
-    return list(find_errors(config(*overrides), nodes, {}))
+    return list(find_errors(config(*overrides), nodes))
 
 
 def test_equal_nodes_have_no_errors() -> None:
@@ -96,13 +94,10 @@ def test_checkpoints_that_differ_are_an_error_by_file() -> None:
 def test_the_table_has_a_column_for_each_group_of_equal_nodes() -> None:
     console = Console(record=True, width=160, file=io.StringIO())
     nodes = [node(1), node(2, facts={"driver": "570.9"}), node(3)]
-    pairs = {"node-1 - node-2": PairSpeed(2.5e9, 17e-6), "node-1 - node-3": "no answer"}
-    render_cluster(ClusterReport(nodes, pairs, ["driver differs"]), console)
+    render_cluster(ClusterReport(nodes, ["driver differs"]), console)
     lines = console.export_text().splitlines()
     assert any(line.split() == ["fact", "node-1,", "node-3", "node-2"] for line in lines)
     assert any(line.split() == ["driver", "580.1", "570.9"] for line in lines)
-    assert any("2.50 GB/s" in line and "17 us" in line for line in lines)
-    assert any("node-1 - node-3" in line and "failed" in line for line in lines)
     assert lines[-1] == "error: driver differs"
 
 
@@ -168,40 +163,11 @@ def test_probes_reach_each_other_and_name_what_they_do_not_reach() -> None:
     assert one.checkpoint().missing == ("config.json", "model.safetensors")
 
 
-MEASURE = """
-import sys
-from workers.config import ModelSection
-from workers.rank.node_probe import NodeProbe
-from workers.rank.rank_info import Rendezvous
-probe = NodeProbe("127.0.0.1", ModelSection(path="nowhere"))
-port = int(sys.argv[1]) if len(sys.argv) > 1 else probe.host_store()[1]
-print(port, flush=True)
-speed = probe.measure(Rendezvous("127.0.0.1", port, "pair"), len(sys.argv) - 1, "cpu", 100)
-print(speed.bytes_per_s, speed.round_trip_s)
-"""
-
-
-def test_a_pair_is_measured() -> None:
-    def start(*arguments: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-c", MEASURE, *arguments]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-    with start() as one:
-        assert one.stdout is not None
-        with start(one.stdout.readline().strip()) as other:
-            found = [process.communicate(timeout=200)[0] for process in (one, other)]
-    for output in found:
-        bytes_per_s, round_trip_s = map(float, output.splitlines()[-1].split())
-        assert bytes_per_s > 1e6 and 0 < round_trip_s < 10
-
-
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     reports = {"good": [], "bad": ["driver differs"]}
     for name, found in reports.items():
-        report = ClusterReport([node(1)], {}, found)
-        monkeypatch.setattr(check_cluster, "check_cluster", lambda config, bandwidth, r=report: r)
+        report = ClusterReport([node(1)], found)
+        monkeypatch.setattr(check_cluster, "check_cluster", lambda config, r=report: r)
         ended = CliRunner().invoke(app, ["check", str(DEMO), "--cluster", "--json"])
         assert ended.exit_code == (0 if name == "good" else 1)
         assert json.loads(ended.stdout)["errors"] == found
-    ended = CliRunner().invoke(app, ["check", str(DEMO), "--bandwidth"])
-    assert ended.exit_code == 2 and "--bandwidth needs --cluster" in ended.output

@@ -1,6 +1,7 @@
 """make_checkpoint and the demo checkpoint, as transformers reads them."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts.byte_tokenizer import byte_tokenizer
+from scripts.make_checkpoint import main, make_checkpoint
 from tests.unit.model_case import OneRank, make_batch
-from workers.models.byte_tokenizer import byte_tokenizer
-from workers.models.checkpoint import make_checkpoint
 from workers.models.registry import FAMILIES, load_model_config
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "models" / "demo"
@@ -43,6 +44,31 @@ def test_a_rank_and_transformers_read_the_checkpoint_alike(tmp_path, family):
     assert (expected_TV.argmax(-1) < 256).all()
     found_TV = OneRank(folder).logits(make_batch(ids.tolist(), [0]))
     torch.testing.assert_close(found_TV, expected_TV, atol=1e-4, rtol=0)
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["make_checkpoint", *map(str, arguments)])
+        main()
+
+    folder = tmp_path / "new"
+    fields = ("num_hidden_layers=2", "hidden_size=48", "num_experts=6", "dtype=bfloat16")
+    run(folder, *(part for field in fields for part in ("--set", field)))
+    config = load_model_config(folder)
+    assert (config.num_layers, config.hidden_size, config.num_experts) == (2, 48, 6)
+    assert config.dtype == "bfloat16"
+    with pytest.raises(SystemExit):
+        run(folder)
+    assert "--overwrite" in capsys.readouterr().err
+    run(folder, "--overwrite", "--no-weights")
+    assert not list(folder.glob("*.safetensors"))
+    for wrong, said in (
+        (("--set", "num_experts=2"), "num_experts_per_tok"),
+        (("--family", "llama"), "qwen3_moe"),
+    ):
+        with pytest.raises(SystemExit):
+            run(tmp_path / "other", *wrong)
+        assert said in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
 def test_seed_decides_the_weights(tmp_path):

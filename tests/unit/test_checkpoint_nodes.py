@@ -38,7 +38,7 @@ class FakeNodeRank:
         self.copied.append(address.host)
         await asyncio.to_thread(self.holder.copy, address, files, lambda done, total: None)
 
-    async def fetch_checkpoint(self) -> None:
+    async def fetch_checkpoint(self, token: str | None) -> None:
         self.fetched += 1
         write(self.folder)
 

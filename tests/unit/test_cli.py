@@ -15,7 +15,6 @@ from cluster.commands import check as checking
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import json_schema
 from tests.checkpoints.writer import make_checkpoint
-from workers.models.registry import load_model_config
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -52,7 +51,7 @@ def test_help_imports_nothing_heavy() -> None:
         [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    for command in ("serve", "check", "make-checkpoint", "bench", "schema"):
+    for command in ("serve", "check", "trace", "bench", "schema"):
         assert command in done.stdout
 
 
@@ -235,24 +234,3 @@ def test_serve_says_when_ray_does_not_start(
     result = run("serve", yaml_path, "--set", f"serve.port={port}", *settings)
     assert result.exit_code == 1
     assert f"error: {says}" in " ".join(result.stderr.split())
-
-
-def test_make_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "new"
-    fields = ("num_hidden_layers=2", "hidden_size=48", "num_experts=6", "dtype=bfloat16")
-    command = ["make-checkpoint", folder, *(part for field in fields for part in ("--set", field))]
-    assert run(*command).exit_code == 0
-    config = load_model_config(folder)
-    assert (config.num_layers, config.hidden_size, config.num_experts) == (2, 48, 6)
-    assert config.dtype == "bfloat16"
-    again = run("make-checkpoint", folder)
-    assert again.exit_code == 2
-    assert "--overwrite" in again.stderr
-    assert run("make-checkpoint", folder, "--overwrite", "--no-weights").exit_code == 0
-    assert not list(folder.glob("*.safetensors"))
-    wrong = run("make-checkpoint", tmp_path / "other", "--set", "num_experts=2")
-    assert wrong.exit_code == 2
-    assert "num_experts_per_tok" in wrong.stderr
-    assert not (tmp_path / "other").exists()
-    unknown = run("make-checkpoint", tmp_path / "other", "--family", "llama")
-    assert unknown.exit_code == 2 and "qwen3_moe" in unknown.stderr

@@ -76,7 +76,7 @@ class ScriptedRank(FakeRank):
                 else None,
                 num_cached_tokens=3 if is_first and not sent else 0,
             )
-            self._senders[request.ingress_id].send(self.rank, 0, [output])
+            self.send_now(request.ingress_id, [output])
             if ends is not None:
                 del self.requests[request.request_id]
                 return index + 1 - sent

@@ -177,7 +177,7 @@ def test_modules_that_match_are_read_unquantised(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "weights", "words"),
     [
-        ({"format": "pack-quantized"}, {}, [".format is 'pack-quantized'", "float-quantized"]),
+        ({"format": "int-quantized"}, {}, [".format is 'int-quantized'", "float-quantized"]),
         ({"kv_cache_scheme": {"num_bits": 8}}, {}, [".kv_cache_scheme is", "null"]),
         ({"config_groups": {}}, {}, [".config_groups is {}", "a group or more"]),
         (
@@ -188,7 +188,8 @@ def test_modules_that_match_are_read_unquantised(tmp_path: Path) -> None:
         ({"ignore": "lm_head"}, {}, [".ignore is 'lm_head'", "list"]),
         ({"ignore": ["re:*"]}, {}, [".ignore holds 're:*'", "no regular expression"]),
         ({"bits": 4}, {}, [".bits is 4", "unknown key"]),
-        ({}, {"num_bits": 4}, [".group_0.weights.num_bits is 4", "supported: 8"]),
+        ({}, {"num_bits": 2}, [".group_0.weights.num_bits is 2", "supported: 8"]),
+        ({}, {"num_bits": 4}, [".group_0 has 4 bits in the format 'float-quantized'", "pack-"]),
         ({}, {"type": "int"}, [".weights.type is 'int'", "float"]),
         ({}, {"symmetric": False}, [".weights.symmetric is False"]),
         ({}, {"strategy": "group"}, [".weights.strategy is 'group'", "tensor or channel or block"]),
@@ -209,8 +210,8 @@ def test_what_is_not_supported_is_named(
 
 def test_other_formats_are_refused() -> None:
     problems: list[str] = []
-    parse_quantization({"quantization_config": {"quant_method": "gptq"}}, problems)
-    assert "'gptq'" in problems[0] and "fp8 or compressed-tensors" in problems[0]
+    parse_quantization({"quantization_config": {"quant_method": "hqq"}}, problems)
+    assert "'hqq'" in problems[0] and "fp8, compressed-tensors" in problems[0]
 
 
 def test_every_written_form_is_read_without_complaint() -> None:

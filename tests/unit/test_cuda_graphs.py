@@ -83,7 +83,9 @@ def test_all_ranks_replay_the_size_of_the_busiest_or_none_replays():
     def of(mode: ForwardMode, num_tokens: int, sizes: GraphSizes = SIZES):
         return vote(num_tokens, **sizes.vote(mode, num_tokens))
 
-    plan = decide(rows(of(ForwardMode.DECODE, 5), of(ForwardMode.DECODE, 17), of(0, 0)), ragged)
+    plan = decide(
+        rows(of(ForwardMode.DECODE, 5), of(ForwardMode.DECODE, 17), of(ForwardMode.IDLE, 0)), ragged
+    )
     assert (plan.graph_mode, plan.padded_tokens) == (GraphMode.DECODE, 20)
     assert plan.num_tokens_across_dp == (5, 17, 0)
     plan = decide(rows(of(ForwardMode.DECODE, 5), of(ForwardMode.EXTEND, 17)), ragged)
@@ -185,10 +187,13 @@ def test_on_demand_each_graph_is_captured_once_when_a_step_or_an_idle_group_want
     largest = [(DECODE, 96, False), (MIXED, 96, False), (DECODE, 96, True)]
     assert list(dict.fromkeys(one[:3] for one in order)) == largest
 
-    graphs._expert_load.watching = True
+    graphs._expert_load.watching, captures = True, []
+    capture_all = graphs._capture_all
+    graphs._capture_all = lambda keys: (captures.append(graphs.capturing), capture_all(keys))
     for _ in range(2):
         graphs.require(GraphKey(DECODE, 64))
     graphs.require(GraphKey(DECODE, 96))
+    assert captures == [True] and not graphs.capturing
     assert graphs._expert_load.watching, "the step samples the load of its experts"
     assert order[6:] == [(DECODE, 64, False, "DECODES", True)]
     while graphs.capture_next():

@@ -1,5 +1,6 @@
 """Votes between hosts: rows arrive though datagrams are lost, a slow rank is not lost, a silent one is."""
 
+import json
 import struct
 import threading
 import time
@@ -25,7 +26,7 @@ def gather_of(num_ranks: int) -> list[Callable[[Any], list[Any]]]:
 
     def gather(rank: int) -> Callable[[Any], list[Any]]:
         def of_rank(value: Any) -> list[Any]:
-            found[rank] = value
+            found[rank] = json.loads(json.dumps(value))
             barrier.wait()
             return found
 

@@ -33,6 +33,9 @@ def test_it_is_the_pair_with_ubatches_and_rows_in_fp8(
     assert report.steps["cuda_graphs"].startswith("on")
     assert report.steps["prefill"].startswith("measured at the start")
     assert "8, 16, 20, 24, 32" in report.steps["comm_sms"]
+    limited = checked(f"cluster.ranks={ranks}", "overlap.comm_sms=41")
+    shown = "32 (overlap.comm_sms is 41, deepep takes 32 of them)"
+    assert limited.steps["comm_sms"] == shown
 
 
 @pytest.mark.parametrize(

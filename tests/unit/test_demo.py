@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
+from scripts.byte_tokenizer import save_tokenizer
 from tests.serve.server import ROOT
-from workers.models.byte_tokenizer import save_tokenizer
 
 DEMO = ROOT / "configs" / "models" / "demo"
 TOOL = {"type": "function", "function": {"name": "f", "description": "caf\u00e9 <&"}}

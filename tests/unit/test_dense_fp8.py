@@ -205,10 +205,10 @@ def test_few_rows_have_a_kernel_of_their_own(
     thin = SimpleNamespace(
         takes=lambda x, weights, parts: len(x.values) <= 64,
         parts_of=lambda weights: 1 if len(weights.values) >= 512 else 2,
-        thin_fp8=lambda x, weights, parts: calls.append(f"thin {parts}"),
+        skinny_fp8=lambda x, weights, parts: calls.append(f"thin {parts}"),
     )
     deep_gemm = SimpleNamespace(fp8_gemm_nt=lambda *_: calls.append("deep_gemm"))
-    monkeypatch.setattr(dense_fp8, "_thin", lambda: thin)
+    monkeypatch.setattr(dense_fp8, "_skinny", lambda: thin)
     monkeypatch.setattr(dense_fp8, "_deep_gemm", lambda: deep_gemm)
     x = torch.zeros(rows, 128)
     dense_fp8.multiply(Fp8Rows(x, x), BlockWeights.empty(width, 128, device="cpu"), partial=partial)

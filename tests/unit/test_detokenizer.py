@@ -13,8 +13,8 @@ from cluster.api.answer.detokenizer import (
     TextStream,
     byte_alphabet,
 )
+from scripts.byte_tokenizer import byte_tokenizer
 from tests.unit.test_stop_strings import reference_cut
-from workers.models.byte_tokenizer import byte_tokenizer
 from workers.wire.request import RequestOutput
 
 SPACE = "\u2581"

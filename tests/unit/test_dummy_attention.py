@@ -141,8 +141,8 @@ def test_a_cut_prompt_goes_on_beside_decodes(epoch: Epoch) -> None:
     rests, launch = [], runner.launch
 
     def keep(batch: ScheduledBatch, plan: object) -> object:
-        computed = [seq.num_computed for seq in batch.seqs]
-        if batch.num_decodes and computed[-1] and batch.num_new_tokens[-1] > 1:
+        computed = [seq.num_computed_tokens for seq in batch.seqs]
+        if batch.num_single_rows and computed[-1] and batch.num_new_tokens[-1] > 1:
             rests.append(batch)
         return launch(batch, plan)
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from kernels.pending import Pending
-from workers.config import SchedulerConfig
+from tests.unit.schedulers import make_scheduler
 from workers.engine.engine import Engine
-from workers.scheduler.scheduler import Scheduler
 from workers.step.step_output import StepOutput
 from workers.step.step_sync import LockstepError, PlanConfig
 from workers.wire.request import EngineRequest, SamplingParams
@@ -47,18 +46,15 @@ class CountingRunner:
 
     def __init__(self) -> None:
         self.num_forwards = 0
-        self.fail = False
+        self.fail = self.capturing = False
 
     def launch(self, batch, plan) -> Pending[StepOutput]:
         self.num_forwards += 1
         if self.fail:
             raise RuntimeError("the forward broke")
-        tokens = [
-            seq.num_tokens + seq.num_pending
-            for seq, samples in zip(batch.seqs, batch.samples, strict=True)
-            if samples
-        ]
-        return Pending.ready(StepOutput(tokens))
+        drawing = [part.seq for part in batch.parts if part.num_logits]
+        tokens = [seq.num_tokens + seq.num_pending for seq in drawing]
+        return Pending.ready(StepOutput.of(batch, tokens))
 
 
 class Group:
@@ -105,7 +101,7 @@ class Group:
                     engine.wake(step)
 
         return Engine(
-            Scheduler(SchedulerConfig(), num_blocks=64, block_size=4, max_model_len=64),
+            make_scheduler(),
             CountingRunner(),
             votes.transport(rank),
             PlanConfig(equal_tokens=False),
@@ -279,7 +275,7 @@ class Alone:
 
     def __init__(self):
         self.sent: list[tuple[str, str, list[int], str | None]] = []
-        self.scheduler = Scheduler(SchedulerConfig(), num_blocks=64, block_size=4, max_model_len=64)
+        self.scheduler = make_scheduler()
         self.engine = Engine(
             self.scheduler,
             CountingRunner(),

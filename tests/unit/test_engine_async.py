@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kernels.pending import Pending
 from tests.unit.paged_model import VOCAB, PagedModel
+from tests.unit.schedulers import make_scheduler
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.engine.vote_transport import LocalVoteTransport
@@ -44,13 +45,13 @@ class PagedRunner:
         for seq in batch.seqs:
             assert not (seq.num_pending and seq.needs_last_token)
         tokens = self.model.execute(batch)
-        names = [seq.request.request_id for seq in np.array(batch.seqs)[batch.samples]]
+        names = [batch.seqs[index].request.request_id for index in batch.logits_seqs]
         tokens = [-1 if name in self._invalid else t for name, t in zip(names, tokens, strict=True)]
 
         def read() -> StepOutput:
             self._outstanding -= 1
             self.waits += 1
-            return StepOutput(tokens)
+            return StepOutput.of(batch, tokens)
 
         return Pending(read)
 
@@ -70,13 +71,13 @@ class Run:
 
     def __post_init__(self):
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **self.limits}
-        self.scheduler = Scheduler(
+        self.scheduler = make_scheduler(
             SchedulerConfig(**limits),
             num_blocks=self.num_blocks,
             block_size=BLOCK,
             max_model_len=MAX_LEN,
+            cache=self.before and self.before.scheduler.cache,
             prefix_caching=self.caching,
-            pool=self.before and self.before.scheduler.pool,
             window=self.window,
             snapshots=self.snapshots,
         )
@@ -112,7 +113,7 @@ class Run:
         for _ in range(3000):
             if not self.engine.step().run:
                 assert not self.scheduler.has_work and not self.engine._in_flight
-                assert self.scheduler.pool.num_free == self.num_blocks, "blocks leaked"
+                assert self.scheduler.cache.pool.usage == 0, "blocks leaked"
                 return
         raise AssertionError("it never ends")
 

@@ -30,7 +30,9 @@ class CapturingRunner(CountingRunner):
         if num_captured == 5:
             return False
         if num_captured == 2:
+            self.capturing = True
             assert self._gate.wait(TIMEOUT_S)
+            self.capturing = False
         self.order.append("capture")
         return True
 
@@ -39,6 +41,12 @@ class CapturingGroup(Group):
     def __init__(self, num_ranks: int, asynchronous: bool):
         self.gate = threading.Event()
         super().__init__(num_ranks, asynchronous)
+
+    def until_all(self, activity: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while any(engine.activity()[1] != activity for engine in self.engines):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
 
     def _engine(self, rank: int, votes: ThreadVotes) -> Engine:
         engine = super()._engine(rank, votes)
@@ -65,11 +73,9 @@ def test_idle_ranks_capture_graphs_in_one_order_and_requests_come_first(asynchro
 
 def test_a_sleeping_group_has_captured_all_graphs(asynchronous):
     group = CapturingGroup(2, asynchronous)
+    group.until_all("capture")
     group.gate.set()
-    deadline = time.monotonic() + TIMEOUT_S
-    while any(engine.activity()[1] != "sleep" for engine in group.engines):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    group.until_all("sleep")
     assert [engine.runner.order for engine in group.engines] == [["capture"] * 5] * 2
     group.engines[0].stop()
     group.join()

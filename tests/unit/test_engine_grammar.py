@@ -2,10 +2,9 @@
 
 import threading
 
+from tests.unit.schedulers import make_scheduler
 from tests.unit.test_engine import CountingRunner, ThreadVotes
-from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
-from workers.scheduler.scheduler import Scheduler
 from workers.step.step_sync import PlanConfig
 from workers.wire.request import EngineRequest, SamplingParams
 
@@ -44,9 +43,7 @@ class Server:
     def __init__(self, **cache):
         self.compiler = FakeCompiler()
         self.outputs = {}
-        self.scheduler = Scheduler(
-            SchedulerConfig(), **({"num_blocks": 64} | cache), block_size=4, max_model_len=64
-        )
+        self.scheduler = make_scheduler(**cache)
         self.engine = Engine(
             self.scheduler,
             CountingRunner(),
@@ -186,7 +183,7 @@ def test_a_grammar_that_breaks_ends_its_request_alone():
     assert server.tokens("breaks") == [2]
     assert server.end("breaks") == ("error", "the grammar broke")
     assert server.tokens("fine") == [2, 3, 4]
-    assert server.scheduler.pool.num_free == server.scheduler.pool.num_blocks
+    assert server.scheduler.cache.pool.usage == 0
 
 
 def test_a_grammar_goes_on_after_preemption():

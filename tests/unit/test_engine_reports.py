@@ -68,7 +68,8 @@ def test_a_request_with_invalid_logits_ends_alone_and_is_counted():
     errors = {name: error for _, name, _, error in now.sent if error}
     assert list(errors) == ["bad"] and errors["bad"].startswith(LOGITS_FAILED)
     assert sum(len(tokens) for _, name, tokens, _ in now.sent if name == "good") == 3
-    assert now.engine.stats.snapshot()["invalid_logits"] == 1
+    found = now.engine.stats.snapshot()
+    assert found["invalid_logits"] == found["invalid_logits_rows"] == 1
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,8 @@ def test_a_request_that_forbids_all_tokens_ends_alone(params, words, num_invalid
     assert list(errors) == ["bad"] and errors["bad"].startswith(words)
     assert "output token 1" in errors["bad"]
     assert sum(len(tokens) for _, name, tokens, _ in now.sent if name == "good") == 3
-    assert now.engine.stats.snapshot()["invalid_logits"] == num_invalid
+    found = now.engine.stats.snapshot()
+    assert found["invalid_logits"] == found["invalid_logits_rows"] == num_invalid
 
 
 def test_probes_are_in_no_count_of_requests_or_tokens():

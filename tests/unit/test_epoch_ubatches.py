@@ -147,8 +147,8 @@ class Tuned:
             drop_ubatches=lambda: setattr(self, "dropped", True),
             limit_all2all=lambda comm_sms: None,
         )
-        pool = SimpleNamespace(num_blocks=1000)
-        scheduler: Any = SimpleNamespace(pool=pool, demand=KVDemand(16))
+        cache = SimpleNamespace(num_blocks=1000, demand=KVDemand(16))
+        scheduler: Any = SimpleNamespace(cache=cache)
         epoch.tune(runner, scheduler, 512, {})
 
 

@@ -66,12 +66,8 @@ def test_ranks_change_settings_of_an_epoch_without_a_start(folder: Path, order: 
     runs = plan.ordered_runs(found)
     assert (plan.num_starts(runs), plan.num_changes(runs)) == (2, 14)
     assert "2 start(s) of an engine, 14 change(s) of its settings" in "\n".join(
-        plan.describe(found, runs, [], 1.0)
+        plan.describe(found, runs, [])
     )
-    clock = plan.Clock("engine", plan.configured_device)
-    before = clock.seconds(runs)
-    clock.change_ended(plan.CHANGE_S["cpu"] + 1)
-    assert clock.seconds(runs) == pytest.approx(before + 14)
     served = plan.ordered_runs(load_experiment(path, ["kind=http"]))
     assert (plan.num_starts(served), plan.num_changes(served)) == (16, 0)
 
@@ -114,7 +110,7 @@ def test_errors_name_key_line_and_cell(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"kind": "engin"}, "expected one of engine, http, step"),
+        ({"kind": "engin"}, "Input should be 'engine', 'http' or 'step'"),
         ({"repeat": 3}, "did you mean repeats?"),
         ({"sweep": {"grid": {"cluster.ranks": []}}}, "has no values"),
         ({"sweep": {}}, "sweep: has no axes"),
@@ -213,24 +209,9 @@ def test_a_thousand_cells_are_planned_in_two_seconds(folder: Path) -> None:
     }
     started = time.process_time()
     found = load_experiment(write(folder, sweep={"grid": grid}))
-    clock = plan.Clock("engine", plan.configured_device)
-    runs = plan.ordered_runs(found)
-    lines = plan.describe(found, runs, set(), clock.seconds(runs))
+    lines = plan.describe(found, plan.ordered_runs(found), set())
     assert time.process_time() - started < 2
     assert len(found.cells) == 1000 and any("more cells" in line for line in lines)
-
-
-def test_estimates_follow_measured_runs(folder: Path) -> None:
-    found = load_experiment(write(folder, sweep={"grid": {"workload.requests": [8, 16]}}))
-    runs = plan.ordered_runs(found)
-    clock = plan.Clock("engine", plan.configured_device)
-    guess = clock.seconds(runs)
-    clock.start_ended(1.0)
-    for run in runs[:3]:
-        clock.run_ended(run.cell, 2 * plan.guessed_run_s(run.cell, "cpu"))
-    work = sum(plan.guessed_run_s(run.cell, "cpu") for run in runs)
-    assert clock.seconds(runs) == pytest.approx(1 + 2 * work) != guess
-    assert clock.seconds([]) == 0
 
 
 def test_short_names() -> None:
@@ -242,7 +223,7 @@ def test_dry_run_prints_the_plan_and_checks_backends(folder: Path) -> None:
     path = write(folder, sweep={"grid": {"workload.input_len": [8, 16]}})
     result = CliRunner().invoke(app, ["experiment", str(path), "--dry-run"])
     assert result.exit_code == 0, result.output
-    assert "2, 1 engine configuration(s)" in result.output and "estimated time" in result.output
+    assert "2, 1 engine configuration(s)" in result.output
     path = write(folder, sweep={"grid": {"kernels.all2all": ["auto", "symm"]}})
     result = CliRunner().invoke(app, ["experiment", str(path), "--dry-run"])
     assert result.exit_code == 2
@@ -289,9 +270,7 @@ def test_every_question_has_an_example_for_a_cpu() -> None:
 def test_examples_can_be_planned(path: Path) -> None:
     found = load_experiment(path)
     assert found.sections.question.endswith("?")
-    clock = plan.Clock(found.sections.kind, plan.configured_device)
-    seconds = clock.seconds(plan.ordered_runs(found))
-    assert seconds < (300 if path.stem.endswith("-cpu") else 7200)
+    assert plan.ordered_runs(found)
 
 
 def test_pairs_may_repeat_a_value_but_not_a_pair(folder: Path) -> None:

@@ -163,12 +163,13 @@ def test_one_writer_for_a_folder_and_one_experiment_for_a_machine(
     ):
         run_with(FakeEngines(), file, tmp_path / "out")
     monkeypatch.setattr(cluster_lock.tempfile, "gettempdir", lambda: str(tmp_path))
-    config = PhalanxConfig(model={"path": "nowhere"})
-    with (
-        experiment_lock(config),
-        pytest.raises(FolderError, match="this machine is in use"),
-        experiment_lock(config),
-    ):
+    local = PhalanxConfig(model={"path": "nowhere"})
+    joined = PhalanxConfig(model={"path": "nowhere"}, cluster={"ray_address": "10.0.0.1:6379"})
+    with experiment_lock(local), experiment_lock(joined):
+        for config, what in ((local, "this machine"), (joined, "the Ray cluster 10.0.0.1:6379")):
+            with pytest.raises(FolderError, match=f"{what} is in use"), experiment_lock(config):
+                pass
+    with experiment_lock(joined):  # the next one can begin
         pass
 
 

@@ -20,6 +20,7 @@ from tests.published_configs import PUBLISHED
 from tests.unit.model_case import OneRank, make_batch
 from workers.layers.linear import Linear
 from workers.layers.norm import RMSNorm
+from workers.models.config_reader import DEFAULTS
 from workers.models.registry import (
     FAMILIES,
     ModelConfigError,
@@ -194,15 +195,26 @@ def test_fp8_checkpoints_are_read(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", VARIANTS)
 def test_missing_keys_take_transformers_defaults(family: str) -> None:
-    given = {"model_type": family, **WITHOUT_DEFAULT.get(family, {})}
-    config = parse_model_config(given, {}, "config.json")
     saved = AutoConfig.for_model(SAME_MODEL.get(family, family)).to_dict()
-    reference = parse_model_config(saved | given, {}, "config.json")
-    attention, expected = config.attention, reference.attention
-    assert attention == expected
-    assert (config.moe, config.layers) == (reference.moe, reference.layers)
-    for field in ("vocab_size", "hidden_size", "norm_eps", "max_position_embeddings"):
-        assert getattr(config, field) == getattr(reference, field), field
+    saved = {**saved, "model_type": family, **WITHOUT_DEFAULT.get(family, {})}
+    optional = {*DEFAULTS, *FAMILIES[family].config.DEFAULTS, "rope_parameters"}
+    given = {key: value for key, value in saved.items() if key not in optional}
+    assert given.keys() < saved.keys()
+    found, expected = (parse_model_config(raw, {}, "config.json") for raw in (given, saved))
+    assert found == expected
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+def test_a_missing_size_is_refused(family: str) -> None:
+    saved = AutoConfig.for_model(SAME_MODEL.get(family, family)).to_dict()
+    saved = {**saved, "model_type": family, **WITHOUT_DEFAULT.get(family, {})}
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        given = {name: value for name, value in saved.items() if name != key}
+        if key not in saved:  # the model has a vision tower too
+            part = saved["text_config"]
+            given["text_config"] = {name: part[name] for name in part if name != key}
+        with pytest.raises(ModelConfigError, match=f"{key} is missing; expected a"):
+            parse_model_config(given, {}, "config.json")
 
 
 @pytest.mark.parametrize("family", PUBLISHED)

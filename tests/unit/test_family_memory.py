@@ -69,10 +69,10 @@ def test_check_counts_what_a_rank_allocates(tmp_path: Path, family: str) -> None
         epoch.load()
         info = epoch.start_engine(lambda *_: None, lambda _: None)
         # layers with a window share caches with the other layers
-        caches = {cache.data_ptr(): cache.nbytes for cache in process.kv_caches}
+        caches = {cache.data_ptr(): cache.nbytes for cache in process.caches.kv_caches}
         allocated = sum(caches.values())
-        dtypes = {pool.state.dtype for pool in process.states}
-        states = sum(pool.conv.nbytes + pool.state.nbytes for pool in process.states)
+        dtypes = {pool.state.dtype for pool in process.caches.states}
+        states = sum(pool.conv.nbytes + pool.state.nbytes for pool in process.caches.states)
         shape = backend_shape(config, model)
         (row,) = rank_rows(
             config, model, process.selection, shape, num_ubatches=0, graphs=GraphSizes()

@@ -92,7 +92,7 @@ def make_batch(seqs: list[tuple[int, int]]) -> SimpleNamespace:
     return SimpleNamespace(
         num_tokens=int(new.sum()),
         num_seqs=len(seqs),
-        num_decodes=int((new == 1).sum()),
+        num_single_rows=int((new == 1).sum()),
         query_start_loc_cpu=np.cumsum([0, *new], dtype=np.int32),
         seq_lens_cpu=context + new,
         block_table=torch.zeros(len(seqs), 2, dtype=torch.int64),
@@ -132,7 +132,7 @@ def test_rows_of_a_graph(seqs, form: GraphForm, number: float, specs) -> None:
     plans, batch, full = make_plans(*specs), make_batch(seqs), make_batch([(0, MAX_ROWS)])
     for planned, spec in zip(plans.plan(full, MAX_ROWS, form), specs, strict=True):
         planned.run(new_rows(spec, MAX_ROWS), ("K", "V")).fill_(torch.nan)  # of a step before
-    expected = [2.0] * batch.num_decodes + [number] * (batch.num_tokens - batch.num_decodes)
+    expected = [2.0] * batch.num_single_rows + [number] * (batch.num_tokens - batch.num_single_rows)
     expected += [0.0] * (MAX_ROWS - batch.num_tokens)
     for planned, spec in zip(plans.plan(batch, MAX_ROWS, form), specs, strict=True):
         out_THd = planned.run(new_rows(spec, MAX_ROWS), ("K", "V"))

@@ -12,19 +12,28 @@ from hypothesis import strategies as st
 
 from kernels.attention.batch import Shape
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
-from workers.runner.batch_builder import OF_STATES, OF_WINDOWS, ForwardBatchBuilder, _Staging
+from tests.unit.schedulers import group_of
+from workers.config import SchedulerConfig
+from workers.kv_cache.block_groups import FullGroup
+from workers.kv_cache.manager import KVCacheManager
+from workers.runner.batch_builder import OPTIONAL, ForwardBatchBuilder, _Staging
 from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import ScheduledBatch
-from workers.step.sequence import Sequence, SequenceTable
+from workers.step.sequence import InputBatch, ScheduledSequence, Sequence
 from workers.wire.request import EngineRequest, SamplingParams
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, MAX_LEN = 4, 6, 64, 40
 
 
-def scheduled(parts: list[tuple[int, int, bool]]) -> tuple[SequenceTable, ScheduledBatch]:
-    """Sequences of (computed, new, whether it samples), decodes first."""
-    table, seqs, block = SequenceTable(MAX_SEQS, MAX_LEN, BLOCK_SIZE), [], 1
+Rows = tuple[InputBatch, KVCacheManager]
+
+
+def scheduled(parts: list[tuple[int, int, int]]) -> tuple[Rows, ScheduledBatch]:
+    """Sequences of (computed, new, how many of the new rows give logits)."""
+    table, seqs = InputBatch(MAX_SEQS, MAX_LEN), []
+    sizes = {"num_blocks": 64, "block_size": BLOCK_SIZE, "max_model_len": MAX_LEN}
+    cache = KVCacheManager(SchedulerConfig(max_num_seqs=MAX_SEQS), **sizes, prefix_caching=False)
     for index, (computed, new, _) in enumerate(parts):
         total = computed + new
         request = EngineRequest(
@@ -34,39 +43,37 @@ def scheduled(parts: list[tuple[int, int, bool]]) -> tuple[SequenceTable, Schedu
             params=SamplingParams(max_tokens=1),
         )
         seq = Sequence.from_request(request, MAX_LEN)
-        seq.num_computed = computed
-        count = -(-total // BLOCK_SIZE)
-        seq.block_ids, block = list(range(block, block + count)), block + count
         table.add(seq)
+        cache.allocate(seq, cache.lookup(seq), new)
+        seq.num_computed_tokens = table.num_computed_tokens[seq.row] = computed
         seqs.append(seq)
-    new_tokens = np.array([new for _, new, _ in parts], dtype=np.int64)
-    num_decodes = sum(new == 1 for _, new, _ in parts)
-    samples = np.array([draws for *_, draws in parts], dtype=bool)
-    total = int(new_tokens.sum())
-    return table, ScheduledBatch(seqs, new_tokens, total, num_decodes, samples, [])
+    work = zip(seqs, parts, strict=True)
+    return (table, cache), ScheduledBatch.of(
+        [ScheduledSequence(seq, seq.kind, new, draws) for seq, (_, new, draws) in work]
+    )
 
 
-def builder_of(table: SequenceTable, **options: torch.Tensor) -> ForwardBatchBuilder:
-    return ForwardBatchBuilder(table, MAX_TOKENS, MAX_SEQS, CPU, **options)
+def builder_of(rows: Rows, **options: torch.Tensor) -> ForwardBatchBuilder:
+    return ForwardBatchBuilder(*rows, MAX_TOKENS, MAX_SEQS, CPU, **options)
 
 
-parts = st.lists(
-    st.tuples(st.integers(0, 20), st.integers(1, 10), st.booleans()), max_size=MAX_SEQS
-)
+part = st.tuples(st.integers(0, 20), st.integers(1, 10), st.integers(0, 10))
+parts = st.lists(part.map(lambda of: (*of[:2], min(of[1:]))), max_size=MAX_SEQS)
 
 
 @given(parts, st.integers(0, 4))
 def test_a_batch_holds_what_the_table_holds(found, padding):
+    rows, step = scheduled(found)
+    held = group_of(rows[1], FullGroup).held
     found = sorted(found, key=lambda part: part[1] != 1)
-    table, step = scheduled(found)
     num_rows = max(1, step.num_tokens + padding)
-    batch = builder_of(table).build(step, num_rows)
+    batch = builder_of(rows).build(step, num_rows)
     ids, positions, slots, ends = [], [], [], []
     for seq, (computed, new, _) in zip(step.seqs, found, strict=True):
         for at in range(computed, computed + new):
             ids.append(seq.token_ids[at])
             positions.append(at)
-            slots.append(seq.block_ids[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
+            slots.append(held[seq].ids[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
         ends.append(len(ids))
     pad = [0] * (num_rows - len(ids))
     assert batch.num_rows == num_rows and batch.num_tokens == batch.num_token_non_padded == len(ids)
@@ -76,20 +83,29 @@ def test_a_batch_holds_what_the_table_holds(found, padding):
     assert batch.seq_lens_cpu.tolist() == [computed + new for computed, new, _ in found]
     width = batch.block_table.shape[1]
     for row, seq in zip(batch.block_table.tolist(), step.seqs, strict=True):
-        assert row == seq.block_ids + [0] * (width - len(seq.block_ids))
-    drawing = [i for i, (*_, draws) in enumerate(found) if draws]
-    assert batch.logits_indices.tolist() == [ends[i] - 1 for i in drawing]
-    rows = [step.seqs[i].row for i in drawing]
-    assert batch.sampling_rows.tolist() == batch.sampling_rows_cpu.tolist() == rows
-    assert batch.sampling_positions_cpu.tolist() == [sum(found[i][:2]) for i in drawing]
+        assert row == held[seq].ids + [0] * (width - len(held[seq].ids))
+    drawing = [(i, back) for i, (*_, draws) in enumerate(found) for back in range(draws)[::-1]]
+    assert batch.logits_indices.tolist() == [ends[i] - 1 - back for i, back in drawing]
+    drawing_rows = [step.seqs[i].row for i, _ in drawing]
+    assert batch.sampling_rows.tolist() == batch.sampling_rows_cpu.tolist() == drawing_rows
+    assert batch.sampling_positions_cpu.tolist() == [sum(found[i][:2]) - b for i, b in drawing]
+    new = [count for _, count, _ in found]
+    assert batch.num_single_rows == new.count(1)
+    several = len(new) - new.count(1)
+    mode = batch.forward_mode
+    assert mode == step.forward_mode and mode.is_idle() == (not new)
+    assert mode.is_decode_or_idle() == (not several) != mode.is_extend_or_mixed()
+    assert mode.is_mixed() == bool(several and new.count(1))
+    assert mode.is_decode() == bool(new and not several)
+    assert mode.is_extend() == bool(several and not new.count(1))
 
 
 def test_pending_tokens_are_resolved_but_for_a_graph():
-    table, step = scheduled([(3, 1, True), (5, 1, True)])
+    rows, step = scheduled([(3, 1, 1), (5, 1, 1)])
     row = step.seqs[1].row
-    table.token_ids[row, 5] = -1 - row
+    rows[0].token_ids[row, 5] = -1 - row
     last_tokens = torch.arange(50, 50 + MAX_SEQS)
-    builder = builder_of(table, last_tokens=last_tokens)
+    builder = builder_of(rows, last_tokens=last_tokens)
     expected = [3, 50 + row, 0]
     assert builder.build(step, 3).input_ids.tolist() == expected
     batch = builder.build(step, 3, graph=True)
@@ -101,9 +117,9 @@ def test_pending_tokens_are_resolved_but_for_a_graph():
 def test_a_graph_finds_its_fields_where_its_capture_did():
     """Tokens and sequences of the step may differ from the capture's, rows do not."""
     builders, addresses = [], []
-    for case in ([], [(3, 1, True)], [(0, 5, False), (30, 4, True), (0, 2, True)]):
-        table, step = scheduled(case)
-        builders.append(builder_of(table))
+    for case in ([], [(3, 1, 1)], [(0, 5, 0), (30, 4, 4), (0, 2, 1)]):
+        rows, step = scheduled(case)
+        builders.append(builder_of(rows))
         batch = builders[-1].build(step, 12, graph=True)
         start = batch.num_token_non_padded.data_ptr()
         addresses.append([getattr(batch, n).data_ptr() - start for n in ("input_ids", "positions")])
@@ -119,7 +135,7 @@ class WiderBatch(ForwardBatch):
 
 
 def test_a_new_field_is_declared_once():
-    most = {"row": 8, "token": 8, "seq": 2, "sample": 2, "block": 3}
+    most = {"row": 8, "token": 8, "seq": 2, "logits": 2, "block": 3}
     batch = make_batch([[1], [2, 3, 4]], [0, 0])
     values = {
         name: np.asarray(getattr(batch, name))
@@ -128,7 +144,7 @@ def test_a_new_field_is_declared_once():
     values |= {"block_table": batch.block_table[:, :3].numpy()}
     values |= {"num_token_non_padded": np.array([4])}
     values |= {"adapter_ids": np.array([7, 9]), "token_types": np.array([5, 5, 6, 6])}
-    on_device = _Staging(WiderBatch, most, CPU, (*OF_WINDOWS, *OF_STATES)).ship(6, values)
+    on_device = _Staging(WiderBatch, most, CPU, OPTIONAL).ship(6, values)
     assert on_device["token_types"].tolist() == [5, 5, 6, 6, 0, 0]
     others = {f.name: getattr(batch, f.name) for f in fields(batch)}
     wider = WiderBatch(**{**others, **on_device, "num_token_non_padded": 4})
@@ -150,7 +166,7 @@ def test_the_model_counts_tokens_as_a_graph_does(tmp_path: Path, num_tokens: int
         return dispatch(x_TD, topk_idx_TK, topk_weights_TK)
 
     all2all.dispatch = watched
-    table, step = scheduled([(0, 3, True)])
+    table, step = scheduled([(0, 3, 1)])
     batch = builder_of(table).build(step, 5, graph=True)
     batch.num_token_non_padded.fill_(num_tokens)
     with torch.inference_mode():

@@ -242,7 +242,7 @@ def test_what_does_not_fit_its_config_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_auto_takes_fp8_for_checkpoints_that_have_it(stored, unavailable, name) -> None:
-    shape = replace(CUDA, hidden_size=2048, expert_width=768, fp8_checkpoint=stored)
+    shape = replace(CUDA, hidden_size=2048, moe_intermediate_size=768, fp8_checkpoint=stored)
     chosen = select.select(KernelsConfig(), unavailable, shape)
     assert chosen.grouped_gemm.name == name
     assert chosen.fp8_experts == (name == "deepgemm_fp8")

@@ -20,7 +20,7 @@ def test_auto_takes_the_fastest_that_can(tmp_path: Path, family: str) -> None:
         linear_specs=model.linear_specs,
     )
     selection = choose(shape)
-    expected = "flashinfer_latent" if takes_latents(family) else "flashinfer"
+    expected = "flashinfer_mla" if takes_latents(family) else "flashinfer"
     if family == "gpt_oss":
         expected = "triton"  # the only one with sinks and windows
     assert selection.attention.name == expected

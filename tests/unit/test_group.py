@@ -1,6 +1,7 @@
 """A group's life over fake ranks: the stages of its start, its failures, its end, the epoch in every call."""
 
 import asyncio
+import re
 from collections.abc import Awaitable
 from typing import Any
 
@@ -45,7 +46,9 @@ def test_the_start_of_a_group():
         ((epoch, peers),) = rank.calls["start"]
         others = [f"inbox {other.rank}" for other in ranks if other is not rank]
         assert epoch == 0 and [peer.endpoint for peer in peers] == others
-    assert len({rank.calls["join_group"][0][0].name for rank in ranks}) == 1
+    meetings = {rank.calls["join_group"][0][0] for rank in ranks}
+    assert len(meetings) == 1 and all(len(meeting.secret) == 32 for meeting in meetings)
+    assert all(re.fullmatch("app-0-[0-9a-f]{32}", meeting.name) for meeting in meetings)
 
 
 def test_ranks_of_different_versions_form_no_group():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
-from cluster.supervisor.heartbeat import CHECKS, Heartbeats, HungRankError
+from cluster.supervisor.heartbeat import CAPTURE_FACTOR, CHECKS, Heartbeats, HungRankError
 from tests.unit.ray_fakes import FakeHandle, FakeRank
 from workers.rank.rank_info import Pulse
 
@@ -76,6 +76,18 @@ def test_a_rank_that_computes_for_too_long_hangs():
         subject.take((Pulse(3, "step", float(check), overdue), VOTE))
     hang = subject.verdict()
     assert hang.ranks == {0} and hang.reason.startswith("rank 0: stuck in step 3 for 8 s")
+
+
+def test_a_capture_may_take_longer_than_a_step():
+    """Ranks capture a graph in the middle of a step that wants it, without a vote and, on a GPU, without a sign."""
+    captures = (Pulse(3, "capture", 1.0), VOTE)
+    limit = CHECKS * CAPTURE_FACTOR
+    assert checked(*captures, times=limit, cpu_counts=False).verdict() is None
+    hang = checked(*captures, times=limit + 1, cpu_counts=False).verdict()
+    assert hang is not None and (hang.ranks, hang.seconds) == ({0}, 96.0)
+    assert hang.reason == (
+        "rank 0: stuck in the capture of a CUDA graph for step 3 for 96 s (cluster.hang_timeout_s x 12)"
+    )
 
 
 def test_the_age_of_the_vote_of_each_rank():

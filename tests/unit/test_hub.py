@@ -1,6 +1,7 @@
 """model.path as a name on the Hub, fetched by huggingface_hub from a server of this machine."""
 
 import asyncio
+import io
 import json
 import os
 import shutil
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from rich.console import Console
 
 from cluster.commands import download
+from cluster.commands.check import check, render
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
@@ -44,6 +47,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     surplus = {
         "pytorch_model.bin": b"pickle",
         "consolidated.safetensors": b"all",
+        "onnx/config.json": b"{}",
+        "original/params.json": b"{}",
+        "original/tokenizer.model": b"a copy",
         "README.md": b"#",
     }
     return {file.name: file.read_bytes() for file in folder.iterdir()} | surplus
@@ -100,6 +106,7 @@ def test_a_name_is_fetched_in_two_parts(server: HubServer, yaml_path: Path, tmp_
     assert config.model.revision == server.repositories[NAME].branches["main"]
     assert config.model.folder.is_relative_to(tmp_path / "cache")
     assert set(DESCRIPTION) <= set(server.fetched())
+    assert not {"params.json", "tokenizer.model"} & set(server.fetched()), "files of subfolders"
     assert not [name for name in server.fetched() if name.endswith((".safetensors", ".bin", ".md"))]
 
     server.requests.clear()
@@ -136,6 +143,20 @@ def test_a_revision(server: HubServer, yaml_path: Path, files: dict[str, bytes])
         config = load_config(yaml_path, [f"model.revision={revision}"])
         assert config.model.revision == first
     assert "77" in problem(yaml_path, "model.max_model_len=78")[1]
+
+
+def test_check_prints_revision_and_commit(server: HubServer, yaml_path: Path) -> None:
+    """The branch that was named, and the commit that every rank and every later start reads."""
+    repository = server.repositories[NAME]
+    commit = repository.branches["main"]
+    repository.branches["v1"] = commit
+    assert check(load_config(yaml_path)).checkpoint == f"{NAME}, commit {commit} (main)"
+    hub.fetch_description.cache_clear()
+    report = check(load_config(yaml_path, ["model.revision=v1"]))
+    assert report.checkpoint == f"{NAME}, commit {commit} (main, v1)"
+    console = Console(file=io.StringIO(), width=60)
+    render(report, console)
+    assert f"checkpoint: {report.checkpoint}\n" in console.file.getvalue()
 
 
 def test_a_folder_wins_over_a_name(
@@ -303,7 +324,9 @@ def test_the_configuration_needs_no_torch(
     assert Path(done.stdout.strip()) == load_config(yaml_path).model.folder
 
 
-def test_each_node_fetches_once() -> None:
+def test_each_node_fetches_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the token of the supervisor, which no variable of a process may carry: Ray writes them to its logs."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
     config = rank_config(4)
     model = config.model.model_copy(update={"revision": "0" * 40})
     ranks = [FakeRank(rank, address=f"10.0.0.{rank // 2}") for rank in range(4)]
@@ -313,7 +336,8 @@ def test_each_node_fetches_once() -> None:
     subject = Group("app", config, FakeLauncher(ranks), start_timeout_s=5.0)
     asyncio.run(subject.start())
     assert subject.health.state == "serving", subject.health.error
-    assert [len(rank.calls["fetch_checkpoint"]) for rank in ranks] == [1, 0, 1, 0]
+    calls = [rank.calls["fetch_checkpoint"] for rank in ranks]
+    assert calls == [[("hf_secret",)], [], [("hf_secret",)], []]
     assert [name for name, _ in subject.status.stages][:3] == [
         "placement",
         "processes",

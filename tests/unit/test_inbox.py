@@ -220,6 +220,37 @@ def test_a_message_that_cannot_be_read_is_refused_and_logged(
     sender.close()
 
 
+def test_a_stream_ends_with_a_missing_message_or_when_it_is_closed(inbox, caplog):
+    """A request that comes later could otherwise run beside its second attempt."""
+    engine, broken, whole = Engine(), bytes(15) + b"b", bytes(15) + b"w"
+    inbox.deliver_to(engine, 3)
+    inbox.open_stream(broken), inbox.open_stream(whole)
+    senders = [InboxSender(inbox.address, 3, stream) for stream in (broken, whole)]
+    for sender in senders:
+        sender.abort("first")
+    assert engine.wait_for(2)
+    senders[0]._sender.num_sent += 1
+    for sender in senders:
+        sender.abort("second")
+        sender.abort("third")
+    assert engine.wait_for(4)
+    for _ in range(1000):
+        if inbox.num_taken(broken) is None:
+            break
+        threading.Event().wait(0.01)
+    assert (inbox.num_taken(broken), inbox.num_taken(whole)) == (None, 3)
+    assert sorted(x[1] for x in engine.delivered) == ["first", "first", "second", "third"]
+    assert caplog.text.count("is missing: number 2 came after 1") == 1
+    inbox.close_stream(whole)
+    senders[1].abort("late")
+    senders[0].wake(1)
+    other = InboxSender(inbox.address, 3)
+    other.wake(7)  # checks no numbers
+    assert engine.wait_for(5) and engine.delivered[-1] == ("wake", 7)
+    for sender in (*senders, other):
+        sender.close()
+
+
 def test_a_failed_inbox_fails_its_rank(inbox):
     """Otherwise the rank would vote healthy, and its requests would wait for ever."""
     engine, later = Engine(), Engine()

@@ -78,7 +78,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def replica(*, listen: bool) -> Any:
     subject = IngressClass.__new__(IngressClass)
-    await subject.__init__(phalanx_config(), listen=listen, keys=KeyDigests())
+    keys = KeyDigests()
+    await subject.__init__(phalanx_config(), listen=listen, keys=keys, environment={})
     return subject
 
 

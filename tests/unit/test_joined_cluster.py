@@ -19,8 +19,9 @@ from cluster.config.examples import DEMO
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.ingress import ingress
-from cluster.supervisor import supervisor
+from cluster.supervisor import launcher, supervisor
 from cluster.supervisor.group import GroupHealth
+from tests.unit.ray_fakes import rank_config
 from workers.rank.process_group import host_store
 
 
@@ -43,6 +44,26 @@ def test_the_node_of_an_ingress(
     app: Any = ingress.deploy(joined(*overrides), listen=listen, keys=KeyDigests())
     found = app._bound_deployment.ray_actor_options.get("resources") or {}
     assert found == ({"node:192.0.2.7": 0.001} if pinned else {})
+
+
+def test_secrets_are_arguments_of_an_ingress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray writes a runtime_env to logs that all users of a machine can read."""
+    monkeypatch.setattr(ingress, "node_address", lambda: "192.0.2.7")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=secret")
+    app: Any = ingress.deploy(joined(), listen=True, keys=KeyDigests())
+    deployment = app._bound_deployment
+    assert "secret" not in str(deployment.ray_actor_options)
+    environment = deployment.init_kwargs["environment"]
+    assert environment["OTEL_EXPORTER_OTLP_HEADERS"] == "authorization=secret"
+
+
+def test_a_token_is_no_variable_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_HOME", "/models")
+    subject = launcher.RankLauncher(rank_config(), name="app", joined=True)
+    subject._environment = subject._rank_environment()
+    variables = subject._runtime_env(spare=False)["runtime_env"]["env_vars"]
+    assert variables["HF_HOME"] == "/models" and "hf_secret" not in variables.values()
 
 
 def test_the_supervisor_runs_on_the_node_that_has_the_model(

@@ -2,15 +2,18 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from kernels.pending import Pending
 from tests.unit.paged_model import VOCAB
+from tests.unit.schedulers import make_scheduler
 from tests.unit.test_engine_async import BLOCK, Run
+from workers.kv_cache.caches import CacheMemory
+from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.rank.epoch import Epoch, _Parts
-from workers.rank.process import RankProcess
 from workers.step.step_output import StepOutput
 from workers.step.step_sync import AbortedError
 from workers.wire.request import EngineRequest, SamplingParams
@@ -23,7 +26,7 @@ def next_epoch(run: Run) -> Run:
     run.engine.discard_outputs()
     run.runner.model.spoil(len(run.engine._in_flight))
     run.engine.close()
-    assert run.scheduler.pool.num_free == run.num_blocks, "blocks leaked"
+    assert run.scheduler.cache.pool.usage == 0, "blocks leaked"
     kept = {"window": run.window, "snapshots": run.snapshots}
     return Run(run.asynchronous, run.num_blocks, before=run, **kept)
 
@@ -77,7 +80,7 @@ def test_requests_get_the_same_tokens_over_epochs_that_keep_their_blocks(
             for _ in range(chance.randint(0, 9)):
                 run.engine.step()
             ended = set(run.ends)
-            hits += run.scheduler.prefixes.num_hits
+            hits += run.scheduler.cache.num_hits
             run = next_epoch(run)
         run.tokens, run.ends = tokens, dict.fromkeys(ended, "earlier")
         for request in requests:
@@ -98,7 +101,7 @@ def test_a_request_that_goes_on_finds_what_it_has_computed():
     run = next_epoch(run)
     run.submit("a", [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, *emitted], max_tokens=3)
     run.finish()
-    assert run.scheduler.prefixes.num_hits == 3 * BLOCK
+    assert run.scheduler.cache.num_hits == 3 * BLOCK
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -115,7 +118,7 @@ def test_a_snapshot_stays_over_epochs_if_it_was_made(copied: bool):
     assert not run.snapshots.copies
     run.submit("a", prompt, max_tokens=3)
     run.finish()
-    assert run.scheduler.prefixes.num_hits == 3 * BLOCK * copied
+    assert run.scheduler.cache.num_hits == 3 * BLOCK * copied
 
 
 def test_a_warm_up_leaves_nothing_and_keeps_what_is_there():
@@ -123,16 +126,16 @@ def test_a_warm_up_leaves_nothing_and_keeps_what_is_there():
     prompt = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     run.submit("a", prompt, max_tokens=1)
     run.finish()
-    with run.scheduler.prefixes.off():
+    with run.scheduler.cache.off():
         run.submit("warm-up", [0] * 9, max_tokens=1)
         run.submit("equal", prompt, max_tokens=1)
         run.finish()
     hits = []
     for name, tokens in (("zeros", [0] * 9), ("again", prompt)):
-        before = run.scheduler.prefixes.num_hits
+        before = run.scheduler.cache.num_hits
         run.submit(name, tokens, max_tokens=1)
         run.finish()
-        hits.append(run.scheduler.prefixes.num_hits - before)
+        hits.append(run.scheduler.cache.num_hits - before)
     assert hits == [0, 2 * BLOCK]
     assert run.tokens["a"] == run.tokens["equal"] == run.tokens["again"]
 
@@ -148,7 +151,7 @@ def test_outputs_that_are_read_after_an_abort_are_not_published():
 
     def end_by_abort() -> StepOutput:
         run.engine.discard_outputs()
-        return StepOutput([VOCAB + 1])
+        return StepOutput.of(launched.batch, [VOCAB + 1])
 
     run.engine._in_flight[0] = replace(launched, output=Pending(end_by_abort))
     with pytest.raises(AbortedError):
@@ -156,17 +159,16 @@ def test_outputs_that_are_read_after_an_abort_are_not_published():
     assert run.tokens["a"] == published and not run.engine.failed
 
 
-class Process:
+class Caches:
     """What an epoch leaves to the next one."""
 
     def __init__(self, run: Run):
-        self.pool, self.kv_caches = run.scheduler.pool, [object()]
-        self.num_blocks, self.snapshots = run.num_blocks, run.snapshots
+        self.manager, self.kv_caches, self.num_blocks = run.scheduler.cache, [object()], NUM_BLOCKS
 
-    forget_prefixes = RankProcess.forget_prefixes
+    forget_prefixes = CacheMemory.forget_prefixes
 
-    def new_snapshots(self) -> StateSnapshots | None:
-        return new_snapshots(3)
+    def new_manager(self, num_blocks: int) -> KVCacheManager:
+        return make_scheduler(num_blocks=num_blocks, snapshots=new_snapshots(3)).cache
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -177,9 +179,9 @@ def test_blocks_are_dropped_after_an_error_of_their_own_bookkeeping(fails):
     if fails:
         run.engine.fail(KeyError(7))
     epoch = object.__new__(Epoch)
-    epoch.process = Process(run)
+    caches = Caches(run)
+    epoch.process = SimpleNamespace(caches=caches)
     epoch._parts = _Parts(scheduler=run.scheduler, engine=run.engine)
     epoch._keep_blocks()
-    assert (epoch.process.pool is run.scheduler.pool) != fails
-    assert (epoch.process.snapshots is run.snapshots) != fails
-    assert epoch.process.pool.num_free == NUM_BLOCKS
+    assert (caches.manager is run.scheduler.cache) != fails
+    assert (caches.manager.num_blocks, caches.manager.pool.usage) == (NUM_BLOCKS, 0)

@@ -196,7 +196,7 @@ class Pages:
         return AttentionBatch(
             num_tokens=sum(new),
             num_seqs=len(new),
-            num_decodes=decodes,
+            num_single_rows=decodes,
             query_start_loc_cpu=np.cumsum([0, *new], dtype=np.int32),
             seq_lens_cpu=np.array([sum(seq) for seq in self.seqs], dtype=np.int32),
             block_table=self.block_table,

@@ -89,12 +89,12 @@ def test_norm_and_rotation_of_strided_heads():
     assert torch.equal(rows[:, 6:], behind), "heads behind the normed ones stay"
 
 
-@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (6, 6), (16, 4), (128, 8)])
-def test_routing(monkeypatch, num_experts, top_k, renormalise):
+def test_routing(monkeypatch, num_experts, top_k, norm_topk_prob):
     torch.manual_seed(top_k)
     x, router = torch.randn(9, 32), torch.randn(num_experts, 32)
-    spec = RouterSpec(top_k=top_k, renormalise=renormalise)
+    spec = RouterSpec(top_k=top_k, norm_topk_prob=norm_topk_prob)
     ids, weights = route_tokens(x, DenseLinear(router), spec, 7)
     monkeypatch.setattr("workers.layers.router.dense_kernels", lambda *_: None)
     other_ids, other_weights = route_tokens(x, DenseLinear(router), spec, 7)

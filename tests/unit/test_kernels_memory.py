@@ -18,13 +18,13 @@ GPU = BackendShape(
     dtype=torch.bfloat16,
     num_ranks=1,
     hidden_size=128,
-    expert_width=64,
+    moe_intermediate_size=64,
     num_experts=8,
     top_k=4,
     max_num_tokens=256,
 )
 CPU = replace(GPU, device="cpu")
-QWEN = replace(GPU, hidden_size=2048, expert_width=768, top_k=8)
+QWEN = replace(GPU, hidden_size=2048, moe_intermediate_size=768, top_k=8)
 
 
 def selection(all2all: str, grouped_gemm: str = "triton", attention: str = "sdpa") -> Selection:
@@ -48,7 +48,7 @@ def test_grows_with_what_is_exchanged():
 
     alone = total("local", 1)
     assert alone == 256 * 4 * (2 * 128 + 3 * 64) * 2  # activations only
-    for name in ("shm", "torch_dist", "allgather", "two_level"):
+    for name in ("shm", "torch_dist", "allgather", "hierarchical"):
         assert alone < total(name, 2) < total(name, 4)
         assert total(name, 2, 512) > 1.9 * total(name, 2, 256)
 
@@ -95,7 +95,7 @@ def test_a_step_needs_the_experts_or_the_linear_attention():
         expected = linear(replace(hybrid, max_num_tokens=4096))
         assert expected >= 4096 * 2 * (spec.channels + spec.value_size)
         assert found.step == max(expected, plain.step) and found.kept == plain.kept
-        wide = replace(hybrid, expert_width=2**20)
+        wide = replace(hybrid, moe_intermediate_size=2**20)
         assert of(chosen, 1, 4096, shape=wide).step > expected
 
 

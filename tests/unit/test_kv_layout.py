@@ -10,7 +10,7 @@ import torch
 from kernels.attention.base import Attention
 from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import SdpaAttention
-from kernels.interface.attention_spec import AttentionSpec, LatentDims
+from kernels.interface.attention_spec import AttentionSpec, MlaDims
 from kernels.interface.kv_layout import (
     KVGroup,
     PagedHeads,
@@ -31,7 +31,7 @@ from workers.specs.model import ModelConfig
 
 ATTENTIONS = [backend_class("attention", name) for name in ATTENTION]
 WIDE, NARROW = AttentionSpec(8, 4, 16, 0.25), AttentionSpec(4, 1, 8, 0.35)
-LATENT = AttentionSpec(4, 1, 12, 0.35, latent=LatentDims(16, 4, 8, 6))
+LATENT = AttentionSpec(4, 1, 12, 0.35, mla=MlaDims(16, 4, 8, 6))
 
 
 def test_layers_of_one_layout_are_one_group() -> None:
@@ -78,7 +78,7 @@ def test_an_fp8_cache_takes_a_byte_a_value_and_one_for_each_scale() -> None:
 @pytest.mark.parametrize("name", ATTENTION)
 def test_an_fp8_cache_is_refused_by_backends_without_it(name: str) -> None:
     attention = backend_class("attention", name)
-    spec = LATENT if attention.latent else AttentionSpec(8, 4, 64, 0.125)
+    spec = LATENT if attention.mla else AttentionSpec(8, 4, 64, 0.125)
     dtype = torch.bfloat16 if attention.graph else torch.float32
     shape = replace(CPU, dtype=dtype, attention_specs=(replace(spec, fp8_cache=True),))
     reason = attention.unsupported_reason(shape)
@@ -110,7 +110,7 @@ def test_backends_that_run_on_cpu_declare_no_layout(attention: type[Attention]) 
 def test_a_window_is_refused(attention: type[Attention]) -> None:
     """By each backend but those that serve windows, which also serve sinks."""
     window = AttentionSpec(8, 4, 64, 0.125, window=128)
-    if attention.latent:
+    if attention.mla:
         window = replace(LATENT, window=128)
     dtype = torch.bfloat16 if attention.graph else torch.float32
     shapes = [

@@ -10,15 +10,9 @@ from cluster.config.load import load_config
 from cluster.config.resolve import resolve_rank_config
 from tests.checkpoints.writer import make_checkpoint
 from workers.config import CacheConfig
-from workers.kv_cache.demand import KVDemand
+from workers.kv_cache.demand import KVDemand, sizes_that_fit
 from workers.rank import kv_sizing
-from workers.rank.kv_sizing import (
-    OwnBytes,
-    check_longest_request_fits,
-    free_bytes,
-    sizes_that_fit,
-    split_memory,
-)
+from workers.rank.kv_sizing import OwnBytes, check_longest_request_fits, free_bytes
 from workers.runner.graph_sizes import GraphSizes
 from workers.step.step_sync import GraphMode
 
@@ -105,7 +99,12 @@ def test_what_is_left_for_blocks(monkeypatch, free, reserved, fraction, own, blo
 
 
 SLOT, BLOCK = 30 * (2 * 2**20 + 3 * 8192 * 2), 16 * 10 * 2 * 2 * 256 * 2  # of Qwen3.6-35B-A3B
-SIZES = {"block_bytes": BLOCK, "slot_bytes": SLOT, "num_rows": 256, "usual": 256, "longest": 2048}
+
+
+def split(free: int, **settings: int) -> tuple[int, int]:
+    """Blocks and snapshots where a request has up to 32,768 tokens, 4,096 of them usually."""
+    sizes = {"block_bytes": BLOCK, "slot_bytes": SLOT, "num_rows": 256}
+    return sizes_that_fit(free, CacheConfig(**settings), KVDemand(16), 32768, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +113,13 @@ SIZES = {"block_bytes": BLOCK, "slot_bytes": SLOT, "num_rows": 256, "usual": 256
 )
 def test_memory_is_split_by_the_length_of_a_usual_request(free, snapshots):
     """Each request has a state, the usual one of 4,096 tokens 84 MB of K and V beside 64 MB of states."""
-    blocks, found = split_memory(free, **SIZES)
+    blocks, found = split(free)
     assert found == snapshots
     assert 0 <= free - blocks * BLOCK - found * SLOT < BLOCK
     if found > 16:
         requests = 256 + found
         assert requests * 256 <= blocks < (requests + 1) * 256 + SLOT // BLOCK + 1
-    longer, fewer = split_memory(free, **SIZES | {"usual": 2048})
+    longer, fewer = split(free, expected_tokens=32768)
     assert fewer <= found and longer >= blocks
 
 

@@ -28,7 +28,7 @@ ALLOWED = {
     "flashinfer": (
         "kernels/attention/flashinfer.py",
         "kernels/attention/flashinfer_fp8.py",
-        "kernels/attention/flashinfer_latent.py",
+        "kernels/attention/flashinfer_mla.py",
         "kernels/attention/flashinfer_modules.py",
     ),
     "triton": ("kernels/triton",),
@@ -37,8 +37,8 @@ ALLOWED = {
 # imports from lower levels and from its own. The longest prefix of a path decides its unit.
 ORDER = {
     "kernels": (
-        ("activation.py", "pending.py", "block_fp8.py", "mxfp4.py"),
-        ("gated_activation.py",),
+        ("activation.py", "pending.py", "block_fp8.py", "mxfp4.py", "four_bit_format.py"),
+        ("gated_activation.py", "four_bit.py"),
         ("triton",),
         ("host",),
         ("native", "fused.py"),
@@ -49,14 +49,13 @@ ORDER = {
         ("linear_attention",),
         ("all2all",),
         ("grouped_gemm",),
-        ("dense_fp8.py",),
+        ("dense_fp8.py", "dense_four_bit.py"),
         ("backends",),
     ),
     "workers": (
         ("hub.py", "parallel.py", "log.py"),
         ("config.py",),
         ("wire",),
-        ("trace",),
         # Plain data: of models, and of steps.
         ("specs",),
         ("step",),

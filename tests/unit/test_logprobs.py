@@ -10,7 +10,7 @@ from workers.sampling import logprobs as logprobs_module
 from workers.sampling.logprobs import PromptLogprobs, token_logprobs
 from workers.sampling.sampler import Sampler
 from workers.sampling.token_bitmask import TokenBitmask
-from workers.step.sequence import Sequence, SequenceTable
+from workers.step.sequence import InputBatch, ScheduledSequence, Sequence
 from workers.step.step_output import StepOutput
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
 
@@ -27,12 +27,12 @@ def sequence(row: int, prompt: list[int], **params) -> Sequence:
         params=SamplingParams(**{"max_tokens": 9, "temperature": 0.0, **params}),
     )
     seq = Sequence.from_request(request)
-    seq.row = row
+    seq.row, seq.num_prefill_tokens = row, len(prompt)
     return seq
 
 
 def sampler_of(seqs: list[Sequence]) -> Sampler:
-    table = SequenceTable(len(seqs), max_model_len=16, block_size=4)
+    table = InputBatch(len(seqs), max_model_len=16)
     sampler = Sampler(table, len(seqs), V, CPU)
     for seq in seqs:
         table.add(seq)
@@ -98,22 +98,41 @@ def test_an_invalid_row_does_not_disturb_the_others():
     assert tokens[0] == -1
     check(found[1], logits[1], tokens[1], 1)
     outputs = [RequestOutput("0", [], "error", "NaN"), RequestOutput("1", [tokens[1]])]
-    attached = StepOutput(tokens, found).attach(outputs)
+    attached = StepOutput(token_ids=tokens, counts=[1, 1], logprobs=found).attach(outputs)
     assert attached[0] == outputs[0] and attached[1].logprobs == [found[1]]
+
+
+def attach(logprobs, outputs, prompt_logprobs=None) -> list[RequestOutput]:
+    """Attach to the outputs of two sequences with a token each."""
+    step = StepOutput(
+        token_ids=[1, 2], counts=[1, 1], logprobs=logprobs, prompt_logprobs=prompt_logprobs
+    )
+    return step.attach(outputs)
 
 
 def test_attach_gives_each_output_its_own():
     one, two = TokenLogprobs(-1.0, 1, [], []), TokenLogprobs(-2.0, 2, [3], [-0.5])
     outputs = [RequestOutput("a", [1]), RequestOutput("b", [2], "stop", num_cached_tokens=4)]
-    assert StepOutput([1, 2]).attach([None, *outputs[1:]]) == outputs[1:]
-    assert StepOutput([1, 2], [one, None]).attach([None, *outputs[1:]]) == outputs[1:]
-    assert StepOutput([1, 2], [None, one]).attach(outputs) == [
+    assert attach(None, [None, *outputs[1:]]) == outputs[1:]
+    assert attach([one, None], [None, *outputs[1:]]) == outputs[1:]
+    assert attach([None, one], outputs) == [
         RequestOutput("a", [1]),
         RequestOutput("b", [2], "stop", logprobs=[one], num_cached_tokens=4),
     ]
-    assert StepOutput([1, 2], None, {"a": [None, two]}).attach(outputs) == [
+    assert attach(None, outputs, {"a": [None, two]}) == [
         RequestOutput("a", [1], prompt_logprobs=[None, two]),
         outputs[1],
+    ]
+
+
+def test_attach_gives_each_token_its_own():
+    """Three sequences: no token, three tokens of which a stop leaves two, one token without log-probabilities."""
+    entries = [TokenLogprobs(-float(n), n, [], []) for n in range(1, 4)]
+    step = StepOutput(token_ids=[1, 2, 3, 4], counts=[0, 3, 1], logprobs=[*entries, None])
+    outputs = [None, RequestOutput("a", [1, 2], "stop"), RequestOutput("b", [4])]
+    assert step.attach(outputs) == [
+        RequestOutput("a", [1, 2], "stop", logprobs=entries[:2]),
+        RequestOutput("b", [4]),
     ]
 
 
@@ -135,15 +154,20 @@ class FakeModel:
 def forward(model: FakeModel, collector: PromptLogprobs, work: list[tuple[Sequence, int]]):
     """One step over (sequence, number of new tokens), as the runner and the scheduler do it."""
     hidden = [
-        model.hidden[int(seq.request.request_id), seq.num_computed : seq.num_computed + count]
+        model.hidden[
+            int(seq.request.request_id), seq.num_computed_tokens : seq.num_computed_tokens + count
+        ]
         for seq, count in work
     ]
     starts = np.cumsum([0, *(count for _, count in work)]).astype(np.int32)
     padding = torch.full((3, D), torch.nan)
-    seqs = [seq for seq, _ in work]
-    found = collector.collect(seqs, starts, torch.cat([*hidden, padding]), model.compute_logits)
+    parts = [
+        ScheduledSequence(seq, seq.kind, count, int(count == seq.num_remaining))
+        for seq, count in work
+    ]
+    found = collector.collect(parts, starts, torch.cat([*hidden, padding]), model.compute_logits)
     for seq, count in work:
-        seq.num_computed += count
+        seq.num_computed_tokens += count
     return found and {name: parts.lists() for name, parts in found.items()}
 
 
@@ -180,7 +204,7 @@ def test_preemption_in_the_middle_of_a_prompt_starts_again(monkeypatch):
     seq = sequence(2, list(range(20, 31)), prompt_logprobs=1)
     collector.admit(seq)
     assert forward(model, collector, [(seq, 6)]) is None
-    seq.num_computed, seq.row = 0, 3
+    seq.num_computed_tokens, seq.row = 0, 3
     # Its old row goes to somebody who does not ask, it comes back in another.
     newcomer = sequence(2, [1] * 8)
     collector.admit(newcomer)
@@ -189,6 +213,6 @@ def test_preemption_in_the_middle_of_a_prompt_starts_again(monkeypatch):
     check_prompt(model, seq, forward(model, collector, [(seq, 7)])["2"], 1)
     # Preempted again with output: the prompt was told already.
     seq.token_ids.append(7)
-    seq.num_computed = 0
+    seq.num_computed_tokens = 0
     collector.admit(seq)
     assert forward(model, collector, [(seq, 12)]) is None

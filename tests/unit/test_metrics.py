@@ -31,6 +31,7 @@ RANK_STATS = {
     "generation_tokens": 70,
     "padding_tokens": 5,
     "invalid_logits": 6,
+    "invalid_logits_rows": 11,
     "steps": 9,
     "idle_steps": 4,
     "expert_rows_sampled": 33,

@@ -52,7 +52,10 @@ def test_norm_leaves_its_input_and_keeps_float32_on_request() -> None:
 
 def config_of(rope: RopeSpec, head_dim: int) -> ModelConfig:
     moe = MoeSpec(
-        num_experts=2, width=8, activation="silu", router=RouterSpec(top_k=1, renormalise=True)
+        num_experts=2,
+        intermediate_size=8,
+        activation="silu",
+        router=RouterSpec(top_k=1, norm_topk_prob=True),
     )
     attention = GqaSpec(num_heads=2, num_kv_heads=1, head_dim=head_dim, rope=rope)
     return ModelConfig(
@@ -87,15 +90,22 @@ def test_rope_turns_pairs_of_a_permuted_head() -> None:
 
 
 ROUTERS = [
-    RouterSpec(top_k=top_k, renormalise=renormalise, score=score, scaling=scaling)
+    RouterSpec(
+        top_k=top_k,
+        norm_topk_prob=norm_topk_prob,
+        scoring_func=score,
+        routed_scaling_factor=scaling,
+    )
     for score, scaling in (("softmax", 1.0), ("sigmoid", 1.0), ("sigmoid", 2.5), ("softmax", 16.0))
-    for renormalise in (True, False)
+    for norm_topk_prob in (True, False)
     for top_k in (1, 3, 6)
 ]
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("spec", ROUTERS, ids=lambda spec: f"{spec.score}-{spec.scaling}")
+@pytest.mark.parametrize(
+    "spec", ROUTERS, ids=lambda spec: f"{spec.scoring_func}-{spec.routed_scaling_factor}"
+)
 @pytest.mark.parametrize("num_tokens", [0, 4, 7])
 def test_router(
     spec: RouterSpec, num_tokens: int, native: bool, monkeypatch: pytest.MonkeyPatch
@@ -109,13 +119,14 @@ def test_router(
     for token in range(num_tokens):
         logits = (router_ED.double() @ x_TD[token].double()).tolist()
         scores = [
-            math.exp(x) if spec.score == "softmax" else 1 / (1 + math.exp(-x)) for x in logits
+            math.exp(x) if spec.scoring_func == "softmax" else 1 / (1 + math.exp(-x))
+            for x in logits
         ]
         best = sorted(range(6), key=lambda e: -scores[e])[: spec.top_k]
         assert idx_TK[token].tolist() == best
-        total = math.fsum(scores) if spec.score == "softmax" else 1.0
-        if spec.renormalise:
+        total = math.fsum(scores) if spec.scoring_func == "softmax" else 1.0
+        if spec.norm_topk_prob:
             total = math.fsum(scores[e] for e in best)
-        expected = [spec.scaling * scores[e] / total for e in best]
+        expected = [spec.routed_scaling_factor * scores[e] / total for e in best]
         assert weights_TK[token].tolist() == pytest.approx(expected, abs=1e-5)
     assert (idx_TK[num_tokens:] == -1).all()

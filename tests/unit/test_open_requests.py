@@ -6,10 +6,9 @@ import time
 import pytest
 
 from kernels.pending import Pending
-from workers.config import SchedulerConfig
+from tests.unit.schedulers import make_scheduler
 from workers.engine.engine import LOAD_INTERVAL_STEPS, Engine
 from workers.engine.open_requests import OpenRequests
-from workers.scheduler.scheduler import Scheduler
 from workers.step.step_output import StepOutput
 from workers.step.step_sync import PlanConfig
 from workers.wire.request import MAX_EXPECTED_OUTPUT, EngineRequest, SamplingParams
@@ -61,7 +60,7 @@ class OneRank:
     def __init__(self) -> None:
         self.loads: list[tuple[str, int, int]] = []  # ingress, load of others, number of outputs
         self.engine = Engine(
-            Scheduler(SchedulerConfig(), num_blocks=64, block_size=4, max_model_len=128),
+            make_scheduler(max_model_len=128),
             self,
             self,
             PlanConfig(equal_tokens=False),
@@ -74,7 +73,7 @@ class OneRank:
         return row[None]
 
     def launch(self, batch, plan) -> Pending[StepOutput]:
-        return Pending.ready(StepOutput([7] * int(batch.samples.sum())))
+        return Pending.ready(StepOutput.of(batch, [7] * len(batch.logits_seqs)))
 
     def _publish(self, ingress_id, outputs) -> None:
         load = self.engine.open_requests.report_load(ingress_id)

@@ -18,7 +18,7 @@ from workers.sampling.logits_processors import LogitsProcessors
 from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS
 from workers.sampling.sampler import Sampler
 from workers.sampling.token_bitmask import TokenBitmask
-from workers.step.sequence import Sequence, SequenceTable
+from workers.step.sequence import InputBatch, Sequence
 from workers.wire.request import EngineRequest, SamplingParams
 
 torch.set_num_threads(1)
@@ -138,7 +138,7 @@ class Rows:
     """A sampler and the table of its sequences."""
 
     def __init__(self, num_rows: int):
-        self.table = SequenceTable(num_rows, max_model_len=64, block_size=4)
+        self.table = InputBatch(num_rows, max_model_len=64)
         self.sampler = Sampler(self.table, num_rows, V, CPU)
 
     def admit(self, *requests: "Request") -> "Rows":

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.schedulers import make_scheduler
 from tests.unit.test_engine import CountingRunner, ThreadVotes
 from tests.unit.test_scheduler import make, request, step
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.engine.vote_transport import LocalVoteTransport
 from workers.scheduler.prefill_cap import FLOOR_TOKENS, PrefillCap
-from workers.scheduler.scheduler import Scheduler
+from workers.step.sequence import DECODE
 from workers.step.step_output import StepOutput
 from workers.step.step_sync import PlanConfig
 from workers.wire.request import EngineRequest, SamplingParams
@@ -46,7 +47,7 @@ def test_a_capped_prompt_does_not_hold_back_the_decodes_behind_it():
         batch = scheduler.schedule(3)
         assert batch.num_new_tokens.tolist() == [1, 3] and batch.decodes_next
         scheduler.launched(batch)
-        scheduler.commit(batch, StepOutput([9] * int(batch.samples.sum())))
+        scheduler.commit(batch, StepOutput.of(batch, [9] * len(batch.logits_seqs)))
     assert [seq.request.request_id for seq in scheduler.waiting] == ["second"]
 
 
@@ -100,13 +101,13 @@ def test_random_traffic_under_a_cap(events, cap, num_blocks):
     added = 0
 
     def run_step() -> None:
-        decoding = {seq for seq in scheduler.running if seq.num_remaining == 1}
+        decoding = {seq for seq in scheduler.running if seq.kind is DECODE}
         batch = scheduler.schedule(cap)
         assert batch.prefill_tokens <= cap
         assert {seq for seq in decoding if seq.row >= 0} <= set(batch.seqs)
         assert bool(batch.seqs) == scheduler.has_work
         scheduler.launched(batch)
-        tokens = StepOutput([9] * int(batch.samples.sum()))
+        tokens = StepOutput.of(batch, [9] * len(batch.logits_seqs))
         for output in scheduler.commit(batch, tokens):
             ended.update([output.request_id] if output.finish_reason else [])
 
@@ -131,14 +132,14 @@ class Prompts(CountingRunner):
         self.steps: list[tuple[int, int]] = []
 
     def launch(self, batch, plan):
-        self.steps.append((batch.num_decodes, batch.prefill_tokens))
+        self.steps.append((batch.num_single_rows, batch.prefill_tokens))
         return super().launch(batch, plan)
 
 
 def engine_of(transport, cap: PrefillCap | None, asynchronous: bool) -> Engine:
     limits = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8)
     return Engine(
-        Scheduler(limits, num_blocks=256, block_size=4, max_model_len=512),
+        make_scheduler(limits, num_blocks=256, max_model_len=512),
         Prompts(),
         transport,
         PlanConfig(equal_tokens=False),

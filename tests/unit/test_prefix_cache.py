@@ -5,10 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.paged_model import VOCAB, PagedModel
+from tests.unit.schedulers import blocks_of, make_scheduler
 from workers.config import SchedulerConfig
+from workers.kv_cache.block_groups import FullGroup, WindowGroup
 from workers.kv_cache.block_pool import chain_keys, root_key
 from workers.kv_cache.state_snapshots import StateSnapshots
-from workers.scheduler.scheduler import MAX_HELD_BACK, Scheduler
+from workers.scheduler.scheduler import MAX_HELD_BACK
+from workers.step.sequence import DECODE
 from workers.step.step_output import StepOutput
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 
@@ -32,11 +35,10 @@ class Server:
         states = None
         if snapshots is not None:
             states = StateSnapshots(1 + values["max_num_seqs"], snapshots, min_gain=BLOCK)
-        self.scheduler = Scheduler(
+        self.scheduler = make_scheduler(
             SchedulerConfig(**values),
             num_blocks=num_blocks,
             block_size=BLOCK,
-            max_model_len=64,
             prefix_caching=caching,
             window=window,
             snapshots=states,
@@ -70,14 +72,14 @@ class Server:
         assert error is None
 
     def step(self) -> None:
-        decoding = {seq for seq in self.scheduler.running if seq.num_remaining == 1}
+        decoding = {seq for seq in self.scheduler.running if seq.kind is DECODE}
         batch = self.scheduler.schedule(self.prefill_cap)
         assert not self.prefill_cap or batch.prefill_tokens <= self.prefill_cap
         if self.decodes_fit:
             assert {seq for seq in decoding if seq.row >= 0} <= set(batch.seqs)
         tokens = self.model.execute(batch)
         self.scheduler.launched(batch)
-        for output in self.scheduler.commit(batch, StepOutput(tokens)):
+        for output in self.scheduler.commit(batch, StepOutput.of(batch, tokens)):
             self.outputs.setdefault(output.request_id, []).append(output)
 
     def finish(self) -> None:
@@ -103,8 +105,8 @@ def test_a_second_request_computes_only_what_differs():
     before = server.model.num_tokens
     assert server.run("b", [*PROMPT[:9], 0, 0, 0, 0]) == 8
     assert server.model.num_tokens - before == 5
-    assert server.scheduler.prefixes.num_queries == 26 and server.scheduler.prefixes.num_hits == 8
-    assert server.scheduler.pool.num_free == 32
+    assert server.scheduler.cache.num_queries == 26 and server.scheduler.cache.num_hits == 8
+    assert server.scheduler.cache.pool.usage == 0
 
 
 def test_the_last_token_of_a_prompt_is_always_computed():
@@ -136,11 +138,12 @@ def test_running_and_finished_requests_share():
     server.add("b", PROMPT, max_tokens=20)
     server.step()
     a, b = server.scheduler.running
-    assert a.block_ids[:3] == b.block_ids[:3] and not set(a.block_ids[3:]) & set(b.block_ids[3:])
-    assert server.scheduler.pool.num_free == 32 - len({*a.block_ids, *b.block_ids})
+    of_a, of_b = (blocks_of(server.scheduler, seq) for seq in (a, b))
+    assert of_a[:3] == of_b[:3] and not set(of_a[3:]) & set(of_b[3:])
+    assert server.scheduler.cache.pool.num_free == 32 - len({*of_a, *of_b})
     assert server.outputs["b"][0].num_cached_tokens == 12
     server.finish()
-    assert server.tokens("a") == server.tokens("b") and server.scheduler.pool.num_free == 32
+    assert server.tokens("a") == server.tokens("b") and server.scheduler.cache.pool.usage == 0
 
 
 def test_equal_prompts_that_come_together_are_computed_once_and_hold_nobody_up():
@@ -192,7 +195,7 @@ def test_more_equal_prompts_than_are_looked_at_still_end():
     for _ in range(3 * MAX_HELD_BACK):
         server.step()
     assert not server.scheduler.has_work
-    assert server.scheduler.prefixes.num_hits == 12 * (3 * MAX_HELD_BACK - 1)
+    assert server.scheduler.cache.num_hits == 12 * (3 * MAX_HELD_BACK - 1)
 
 
 def test_other_salts_share_nothing():
@@ -207,7 +210,7 @@ def test_prompt_logprobs_compute_every_position_and_leave_it_for_others():
     server = Server()
     server.run("a", PROMPT)
     assert server.run("b", PROMPT, prompt_logprobs=0) == 0
-    assert server.scheduler.prefixes.num_queries == 13
+    assert server.scheduler.cache.num_queries == 13
     fresh = Server()
     fresh.run("a", PROMPT, prompt_logprobs=0)
     assert fresh.run("b", PROMPT) == 12
@@ -227,14 +230,14 @@ def test_a_request_with_invalid_logits_leaves_nothing_behind():
     batch = server.scheduler.schedule()
     server.model.execute(batch)
     server.scheduler.launched(batch)
-    assert server.scheduler.commit(batch, StepOutput([-1]))[0].finish_reason == "error"
+    assert server.scheduler.commit(batch, StepOutput.of(batch, [-1]))[0].finish_reason == "error"
     assert server.run("b", PROMPT) == 0
 
 
 def test_switched_off():
     server = Server(caching=False)
     server.run("a", PROMPT)
-    assert server.run("b", PROMPT) == 0 and server.scheduler.prefixes.num_queries == 0
+    assert server.run("b", PROMPT) == 0 and server.scheduler.cache.num_queries == 0
 
 
 def test_a_preempted_request_finds_its_own_blocks():
@@ -250,7 +253,7 @@ def test_a_preempted_request_finds_its_own_blocks():
     alone.run("young", [6, 5, 4, 3, 2, 1, 0], max_tokens=12)
     assert server.tokens("young") == alone.tokens("young")
     assert server.model.num_tokens - before < known + 12, "it started from its first token again"
-    assert server.scheduler.prefixes.num_queries == 12, "only a first start counts"
+    assert server.scheduler.cache.num_queries == 12, "only a first start counts"
 
 
 def test_a_prompt_that_fits_only_by_sharing_is_admitted():
@@ -301,7 +304,7 @@ def test_tokens_are_the_same_with_and_without(events, num_blocks, budget, layers
                 prompt, max_tokens, salt, priority = event
                 server.add(str(number), prompt, max_tokens, salt, priority)
         server.finish()
-        assert server.scheduler.pool.num_free == num_blocks
+        assert server.scheduler.cache.pool.usage == 0
     cached, plain = servers
     for name in {*cached.outputs, *plain.outputs} - aborted:
         assert cached.tokens(name) == plain.tokens(name)
@@ -313,9 +316,9 @@ def test_a_prefix_with_windows_needs_the_last_blocks_of_the_window_alone():
     assert server.run("a", PROMPT) == 0
     assert server.run("b", PROMPT) == 12
     keys = [key + b"w" for key in chain_keys(root_key(""), PROMPT, BLOCK)]
-    server.scheduler.pool.forget(keys[:1])
+    server.scheduler.cache.pool.forget(keys[:1])
     assert server.run("c", PROMPT) == 12
-    server.scheduler.pool.forget(keys[2:])
+    server.scheduler.cache.pool.forget(keys[2:])
     assert server.run("d", PROMPT) == 0, "8 tokens are not reusable: their window begins in block 0"
     assert server.run("e", PROMPT) == 12, "computed again"
 
@@ -327,10 +330,11 @@ def test_a_long_prompt_does_not_hold_blocks_that_no_window_touches():
     while server.scheduler.has_work:
         server.step()
         for seq in server.scheduler.running:
-            most = max(most, len(seq.window_ids))
-            assert len(seq.window_ids) <= server.scheduler.demand.window_blocks
-            assert server.scheduler.pool.num_free == 64 - len(seq.block_ids) - len(seq.window_ids)
-    assert most == 4 and server.scheduler.pool.num_free == 64
+            whole, window = (blocks_of(server.scheduler, seq, k) for k in (FullGroup, WindowGroup))
+            most = max(most, len(window))
+            assert len(window) <= server.scheduler.cache.demand.window_blocks
+            assert server.scheduler.cache.pool.num_free == 64 - len(whole) - len(window)
+    assert most == 4 and server.scheduler.cache.pool.usage == 0
 
 
 @pytest.mark.parametrize("layers", [(None, None), (5, None), (40, None), (None, 3), (None, 30)])
@@ -355,4 +359,4 @@ def test_many_turns_of_many_chats_in_a_small_cache(num_blocks, layers):
         name: plain.tokens(name) for name in plain.outputs
     }
     assert cached.model.num_tokens < plain.model.num_tokens
-    assert cached.scheduler.prefixes.num_hits > 0
+    assert cached.scheduler.cache.num_hits > 0

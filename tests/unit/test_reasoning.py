@@ -11,6 +11,7 @@ from cluster.api.answer.reasoning import (
     ThoughtCounter,
     thinking_after,
 )
+from scripts.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from tests.unit.api_fakes import (
     IM_END,
     Api,
@@ -21,7 +22,6 @@ from tests.unit.api_fakes import (
     tiny_tokenizer,
 )
 from tests.unit.test_tool_parsers import CALL, ROME, TOOLS, tag
-from workers.models.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 
 TOKENIZER = LLTokenizer(byte_tokenizer().to_str(), n_vocab=300, eos_token=[IM_END])
 OPENED, POSSIBLE, CLOSED = Thinking.OPENED, Thinking.POSSIBLE, Thinking.CLOSED

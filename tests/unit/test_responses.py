@@ -6,12 +6,12 @@ import json
 import pytest
 
 from cluster.errors import EngineDeadError
+from scripts.byte_tokenizer import CHAT_TEMPLATE
 from tests.unit.api_fakes import IM_END, MODEL, Api, FakeBackend, assert_error, says, tiny_tokenizer
 from tests.unit.responses_case import TIME, WEATHER, kinds, respond, streamed, whole
 from tests.unit.test_api_openai import with_client
 from tests.unit.test_api_stream import Connection, run
 from tests.unit.test_tool_parsers import CALL, tag
-from workers.models.byte_tokenizer import CHAT_TEMPLATE
 
 TEXT = "The \u20ac sign.\n\nNext\u2028line \U0001f600"
 MESSAGE = [

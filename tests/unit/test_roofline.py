@@ -89,6 +89,13 @@ def test_rates_follow_from_the_parts(model) -> None:
     assert faster.decode_step.memory_s == pytest.approx(floor.decode_step.memory_s / 2)
 
 
+def test_an_h100_has_the_h200s_rates_but_for_its_memory() -> None:
+    h200, h100 = (Hardware.of([f"NVIDIA {name}, 81559 MiB"]) for name in ("H200", "H100 80GB HBM3"))
+    assert h200 == Hardware.of([]) == Hardware()
+    assert replace(h100, memory_bytes=h200.memory_bytes) == h200
+    assert h100.memory_bytes < h200.memory_bytes
+
+
 def test_states_in_bfloat16_halve_what_a_decode_reads_and_writes() -> None:
     hybrid = parse_model_config(PUBLISHED["qwen3_5_moe"], {}, "config.json")
     shape = StepShape(tokens=0, context=1, kv_reads=0, sampled=3)
@@ -183,6 +190,13 @@ def test_kinds_of_layers_share_the_work_of_a_step(tmp_path: Path) -> None:
     assert kinds[LayerKind.EXPERTS].memory_s == pytest.approx(read / 4.0e12)
 
 
+def test_the_released_qwen3_is_the_committed_folder(tmp_path: Path) -> None:
+    released = load_model_config(model_folder("qwen3-30b-a3b", None, tmp_path, fp8=False))
+    committed = load_model_config(QWEN3)
+    assert released.layers == committed.layers and released.moe == committed.moe
+    assert released.vocab_size == committed.vocab_size
+
+
 def test_released_shapes_of_delta_nets_have_the_published_formats(tmp_path: Path) -> None:
     """Gates, convolutions and the small projections a and b of a delta net are stored in 16 bits."""
     plain, model = (
@@ -198,8 +212,8 @@ def test_released_shapes_of_delta_nets_have_the_published_formats(tmp_path: Path
     )
     shape = StepShape(tokens=8192, context=1024, kv_reads=0, sampled=1, fp8=True)
     works = [step_work(found, 1, shape)[StepPart.DENSE] for found in (plain, model)]
-    delta_net, full = 2048 * (8192 + 2 * 4096), 2048 * (3 * 4096 + 2 * 512)
-    in_fp8_values = 3 * delta_net + full + 4 * 3 * 2048 * 512
+    gdn, full = 2048 * (8192 + 2 * 4096), 2048 * (3 * 4096 + 2 * 512)
+    in_fp8_values = 3 * gdn + full + 4 * 3 * 2048 * 512
     assert works[0].memory_bytes - works[1].memory_bytes == in_fp8_values
     assert works[1].fp8_flops == 2 * 8192 * in_fp8_values
     values = 3 * (8192 + 2 * 4096 + 2 * 32) + 3 * 4096 + 2 * 512 + 2 * 4 * 2048 + 4 * (2048 + 256)

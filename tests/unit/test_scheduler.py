@@ -5,7 +5,9 @@ import zlib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.schedulers import group_of, make_scheduler
 from workers.config import SchedulerConfig
+from workers.kv_cache.block_groups import FullGroup
 from workers.kv_cache.block_pool import chain_keys, root_key
 from workers.scheduler.scheduler import Scheduler
 from workers.step.step_output import StepOutput
@@ -17,11 +19,9 @@ BLOCK = 4
 
 def make(num_blocks=64, max_model_len=64, **limits) -> Scheduler:
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, **limits}
-    return Scheduler(
-        SchedulerConfig(**limits),
-        num_blocks=num_blocks,
-        block_size=BLOCK,
-        max_model_len=max_model_len,
+    config = SchedulerConfig(**limits)
+    return make_scheduler(
+        config, num_blocks=num_blocks, block_size=BLOCK, max_model_len=max_model_len
     )
 
 
@@ -43,7 +43,7 @@ def request(
 def step(scheduler: Scheduler, token: int = 9):
     batch = scheduler.schedule()
     scheduler.launched(batch)
-    return batch, scheduler.commit(batch, StepOutput([token] * int(batch.samples.sum())))
+    return batch, scheduler.commit(batch, StepOutput.of(batch, [token] * len(batch.logits_seqs)))
 
 
 def test_prefill_then_decode_until_max_tokens():
@@ -54,7 +54,7 @@ def test_prefill_then_decode_until_max_tokens():
     assert outputs[0].token_ids == [9] and outputs[0].finish_reason is None
     batch, outputs = step(scheduler)
     assert batch.forward_mode == ForwardMode.DECODE and outputs[0].finish_reason == "length"
-    assert not scheduler.has_work and scheduler.pool.num_free == 64
+    assert not scheduler.has_work and scheduler.cache.pool.usage == 0
     assert scheduler.schedule().forward_mode == ForwardMode.IDLE
 
 
@@ -122,7 +122,7 @@ def test_invalid_logits_end_only_that_request():
     scheduler.add(request("b", 3))
     batch = scheduler.schedule()
     scheduler.launched(batch)
-    outputs = scheduler.commit(batch, StepOutput([-1, 5]))
+    outputs = scheduler.commit(batch, StepOutput.of(batch, [-1, 5]))
     assert outputs[0].finish_reason == "error" and "NaN" in outputs[0].error
     assert outputs[1].token_ids == [5] and scheduler.has_work
 
@@ -134,7 +134,7 @@ def test_abort_anywhere_frees_everything():
     step(scheduler)
     assert scheduler.abort("waiting") and scheduler.abort("running")
     assert scheduler.abort("running") is None and scheduler.abort("unknown") is None
-    assert not scheduler.has_work and scheduler.pool.num_free == 64
+    assert not scheduler.has_work and scheduler.cache.pool.usage == 0
 
 
 def test_a_close_with_two_uncommitted_steps_forgets_the_blocks_of_both():
@@ -146,11 +146,11 @@ def test_a_close_with_two_uncommitted_steps_forgets_the_blocks_of_both():
         launched.append(scheduler.schedule())
         scheduler.launched(launched[-1])
         if number == 1:
-            scheduler.commit(launched[0], StepOutput([]))
+            scheduler.commit(launched[0], StepOutput.of(launched[0], []))
     keys = chain_keys(root_key(""), list(range(13)), BLOCK)
-    assert len(scheduler.pool.find(keys)) == 2
+    assert len(scheduler.cache.pool.find(keys)) == 2
     scheduler.close(launched[1:])
-    assert len(scheduler.pool.find(keys)) == 1
+    assert len(scheduler.cache.pool.find(keys)) == 1
 
 
 def names(seqs) -> list[str]:
@@ -211,20 +211,20 @@ def test_an_urgent_prompt_gets_the_budget_that_decodes_leave():
 
 
 def check_invariants(scheduler: Scheduler) -> None:
-    held = [block for seq in scheduler.running for block in seq.block_ids]
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks - len(set(held))
+    scheduler.check_integrity()
     for seqs in (scheduler.running, scheduler.waiting):
         orders = [seq.order for seq in seqs]
         assert orders == sorted(set(orders))
     rows = [seq.row for seq in scheduler.running]
     assert len(rows) == len(set(rows)) and min(rows, default=0) >= 0
-    assert all(seq.row == -1 and not seq.block_ids for seq in scheduler.waiting)
+    assert all(seq.row == -1 for seq in scheduler.waiting)
+    table, full = scheduler.table, group_of(scheduler.cache, FullGroup)
     for seq in scheduler.running:
-        table = scheduler.table
+        blocks = full.held[seq].ids
         assert table.token_ids[seq.row, : seq.num_tokens].tolist() == seq.token_ids
-        assert table.block_table[seq.row, : len(seq.block_ids)].tolist() == seq.block_ids
-        assert table.num_computed[seq.row] == seq.num_computed <= seq.num_tokens
-        assert len(seq.block_ids) * BLOCK >= seq.num_computed
+        assert full.table[seq.row, : len(blocks)].tolist() == blocks
+        assert table.num_computed_tokens[seq.row] == seq.num_computed_tokens <= seq.num_tokens
+        assert len(blocks) * BLOCK >= seq.num_computed_tokens
 
 
 # Every third prompt begins like the others of its kind, and some are more urgent.
@@ -251,9 +251,9 @@ def test_random_traffic(events, num_blocks, max_num_seqs, budget, chunked):
         assert batch.num_tokens <= max(budget, 0 if chunked else 44)
         assert bool(batch.seqs) == scheduler.has_work  # whoever has work makes progress
         new = batch.num_new_tokens.tolist()
-        assert new == sorted(new, key=lambda n: n != 1) and batch.num_decodes == new.count(1)
+        assert new == sorted(new, key=lambda n: n != 1) and batch.num_single_rows == new.count(1)
         scheduler.launched(batch)
-        for output in scheduler.commit(batch, StepOutput([7] * int(batch.samples.sum()))):
+        for output in scheduler.commit(batch, StepOutput.of(batch, [7] * len(batch.logits_seqs))):
             got[output.request_id] = got.get(output.request_id, 0) + 1
             if output.finish_reason:
                 assert got.pop(output.request_id) == wanted.pop(output.request_id)
@@ -277,4 +277,4 @@ def test_random_traffic(events, num_blocks, max_num_seqs, budget, chunked):
             break
         run_step()
     assert not scheduler.has_work and not wanted
-    assert scheduler.pool.num_free == num_blocks
+    assert scheduler.cache.pool.usage == 0

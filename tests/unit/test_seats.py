@@ -105,7 +105,7 @@ def test_a_checkpoint_that_is_gone_for_a_while(checkpoint, read):
 def test_settings_of_an_epoch_change_without_reading_weights(checkpoint, read):
     process = loaded(checkpoint, 0, 2)
     read.clear()
-    kept = process.kv_caches
+    kept = process.caches.kv_caches
     changes = {
         "model": {"routing": {"kind": "zipf", "s": 2.0}},
         "kernels": {"all2all": "torch_dist"},
@@ -113,7 +113,7 @@ def test_settings_of_an_epoch_change_without_reading_weights(checkpoint, read):
     }
     process.become(0, rank_config(checkpoint, 2, **changes))
     process.load()
-    assert read == [] and process.kv_caches is kept
+    assert read == [] and process.caches.kv_caches is kept
     fresh = loaded(checkpoint, 0, 2, **changes)
     assert process.overlap == fresh.overlap and process.overlap.policy.enabled
     assert process.selection.names() == fresh.selection.names()

@@ -140,11 +140,11 @@ def test_ranks_of_different_settings_do_not_form_a_group(
     monkeypatch.setattr(rank, "dims", ParallelDims(num_ranks=2))
     monkeypatch.setattr(process_group, "join", lambda *_: None)
 
-    def gather_objects(value: tuple) -> list:
+    def gather_json(value: tuple) -> list:
         settings, *rest = value
         return [value, ({**settings, "cache.block_size": 32}, *rest)]
 
-    monkeypatch.setattr(process_group, "gather_objects", gather_objects)
+    monkeypatch.setattr(process_group, "gather_json", gather_json)
     with pytest.raises(ValueError, match=r"cache\.block_size"):
         Epoch(rank, Rendezvous("", 0, "settings"), timeout_s=5)
 
@@ -162,7 +162,7 @@ def test_the_stages_of_a_rank(rank: RankProcess) -> None:
     info = epoch.start_engine(lambda ingress_id, outputs: None, lambda step: None)
     assert info.num_blocks == 32
     assert epoch.engine is not None and not epoch.engine.scheduler.has_work
-    assert epoch.engine.scheduler.pool.num_free == 32, "the warm-up left nothing behind"
+    assert epoch.engine.scheduler.cache.pool.usage == 0, "the warm-up left nothing behind"
     epoch.process.close()
 
 
@@ -230,7 +230,7 @@ def test_states_of_a_measured_size_take_the_place_of_the_first(
     epoch.load()
     epoch.size_cache()
     assert sizes == [1 + 4 + 2, 1 + 4 + 9]
-    assert epoch.backends.linear_attention.states is rank.states
+    assert epoch.backends.linear_attention.states is rank.caches.states
     rank.close()
 
 

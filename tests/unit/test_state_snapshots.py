@@ -2,7 +2,9 @@
 
 import pytest
 
+from tests.unit.schedulers import group_of, snapshots_of
 from tests.unit.test_prefix_cache import PROMPT, Server
+from workers.kv_cache.state_group import StateGroup
 from workers.kv_cache.state_snapshots import independent
 from workers.step.step_output import StepOutput
 
@@ -13,7 +15,10 @@ def test_a_state_is_kept_where_a_prompt_ends_and_where_two_part():
     assert server.run("again", PROMPT) == 12, "behind the last full block"
     assert server.run("b", [*PROMPT[:9], 0, 0, 0, 0]) == 0, "its blocks are there, a state is not"
     assert server.run("c", [*PROMPT[:8], 3, 3, 3, 3, 3]) == 8
-    assert server.scheduler.snapshots.num_kept == 4 and server.scheduler.snapshots.num_restored == 2
+    assert (
+        snapshots_of(server.scheduler.cache).num_kept == 4
+        and snapshots_of(server.scheduler.cache).num_restored == 2
+    )
 
 
 def test_prompts_that_come_together_share_a_state_where_they_part():
@@ -31,7 +36,9 @@ def test_a_prompt_that_runs_keeps_a_state_where_another_prompt_parts_from_it():
         server.add(name, [*PROMPT, *PROMPT[:7], *[end] * 9])
     server.finish()  # the first step of a ends where it parts from the prompt before
     assert [server.outputs[name][0].num_cached_tokens for name in "ab"] == [0, 20]
-    assert server.scheduler.snapshots.num_kept == 5, "behind 8 and 20 tokens, and each prompt"
+    assert snapshots_of(server.scheduler.cache).num_kept == 5, (
+        "behind 8 and 20 tokens, and each prompt"
+    )
 
 
 def test_the_next_turn_of_a_chat_goes_on_from_the_prompt_before():
@@ -47,7 +54,7 @@ def test_the_longest_unused_state_is_replaced():
     assert server.run("a2", [1] * 9) == 8
     server.run("c", [3] * 9)
     assert server.run("a3", [1] * 9) == 8 and server.run("b2", [2] * 9) == 0
-    assert server.scheduler.snapshots.num_kept == 2
+    assert snapshots_of(server.scheduler.cache).num_kept == 2
 
 
 def test_states_that_are_replaced_before_their_first_use_are_kept_seldom():
@@ -57,8 +64,8 @@ def test_states_that_are_replaced_before_their_first_use_are_kept_seldom():
     for turn in range(6):
         for chat in range(7):
             server.run(f"{turn} {chat}", [chat] * 9)
-            saved.append(len(server.scheduler.snapshots.copies))
-        restored.append(server.scheduler.snapshots.num_restored)
+            saved.append(len(snapshots_of(server.scheduler.cache).copies))
+        restored.append(snapshots_of(server.scheduler.cache).num_restored)
     assert restored[0] == 0 and restored[-1] >= 5
     assert sum(saved) < len(saved) / 2
 
@@ -78,8 +85,8 @@ def test_a_request_with_invalid_logits_leaves_no_state():
         batch = server.scheduler.schedule()
         server.model.execute(batch)
         server.scheduler.launched(batch)
-        server.scheduler.commit(batch, StepOutput(token))
-    assert server.scheduler.snapshots.num_kept == 0
+        server.scheduler.commit(batch, StepOutput.of(batch, token))
+    assert snapshots_of(server.scheduler.cache).num_kept == 0
     assert server.run("b", PROMPT) == 0
 
 
@@ -95,7 +102,10 @@ def test_a_state_that_was_wanted_of_a_prompt_that_ends_early(end):
     else:
         server.scheduler._preempt_last()
     server.finish()
-    assert not server.scheduler.prefixes._wanted and not server.scheduler.prefixes._coming
+    assert (
+        not group_of(server.scheduler.cache, StateGroup)._wanted
+        and not server.scheduler.cache._coming
+    )
     assert {name: server.tokens(name) for name in server.outputs}["b"] == server.tokens("b")
 
 
@@ -108,7 +118,7 @@ def test_a_prompt_that_ends_wants_no_more_states(chunked):
     server.add("a", PROMPT * 3)
     server.step()
     server.scheduler.abort("a")
-    assert not server.scheduler.prefixes._wanted
+    assert not group_of(server.scheduler.cache, StateGroup)._wanted
 
 
 def test_a_prompt_that_ends_leaves_the_states_that_another_prompt_wants():
@@ -124,7 +134,7 @@ def test_a_prompt_that_ends_leaves_the_states_that_another_prompt_wants():
 def test_without_snapshots_nothing_is_found():
     server = Server(snapshots=0)
     server.run("a", PROMPT)
-    assert server.run("b", PROMPT) == 0 and not server.scheduler.prefixes.num_queries
+    assert server.run("b", PROMPT) == 0 and not server.scheduler.cache.num_queries
 
 
 def test_copies_that_depend_on_one_another_are_made_in_order():

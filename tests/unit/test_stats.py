@@ -1,29 +1,30 @@
 """What a rank counts: request times, tokens and kinds of steps, the load of its experts."""
 
+import math
 import pickle
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
 from kernels.routing.expert_load import ExpertLoad, LoadSample
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
-from workers.config import SchedulerConfig
-from workers.scheduler.scheduler import Scheduler
+from tests.unit.schedulers import make_scheduler
+from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS
 from workers.stats.histogram import Histogram
+from workers.stats.invalid_logits import InvalidLogits
 from workers.stats.process_info import process_info
 from workers.stats.request_times import RequestTimer
 from workers.stats.stats import EXPERT_LOAD_EVERY, EngineStats, HostTimes
 from workers.step.scheduled_batch import ScheduledBatch
-from workers.step.sequence import Sequence
+from workers.step.sequence import PROMPT, VERIFY, ScheduledSequence, Sequence
 from workers.step.step_output import RunTimes, StepOutput
 from workers.step.step_sync import GraphMode, StepPlan
-from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
+from workers.wire.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
 
 
-def sequence(name: str, num_tokens: int = 3) -> Sequence:
-    params = SamplingParams(max_tokens=4)
+def sequence(name: str, num_tokens: int = 3, **params) -> Sequence:
+    params = SamplingParams(max_tokens=4, **params)
     prompt = list(range(num_tokens))
     return Sequence.from_request(
         EngineRequest(request_id=name, ingress_id="i", prompt_token_ids=prompt, params=params)
@@ -115,16 +116,35 @@ def step(
     model: Callable[[], LoadSample | None] = lambda: None,
 ) -> None:
     """One step that samples a token for each of `seqs`; `model` runs in it."""
-    scheduler = Scheduler(SchedulerConfig(), num_blocks=8, block_size=4, max_model_len=16)
-    num_new = np.array([seq.num_tokens for seq in seqs], dtype=np.int64)
-    batch = ScheduledBatch(
-        list(seqs), num_new, int(num_new.sum()), 0, np.ones(len(seqs), dtype=bool), list(seqs)
-    )
+    scheduler = make_scheduler()
+    batch = ScheduledBatch.of([ScheduledSequence(s, PROMPT, s.num_tokens, 1) for s in seqs], seqs)
     plan = plan or StepPlan(True, (batch.num_tokens,))
     stats.before_step(batch, plan)
-    output = StepOutput([7] * len(seqs), times=RunTimes(3, 4, 5), expert_load=model())
+    output = StepOutput.of(batch, [7] * len(seqs), times=RunTimes(3, 4, 5), expert_load=model())
     host = HostTimes(schedule=1, vote=2)
     stats.record_step(scheduler, batch, plan, host, output, generated=len(seqs), publish=6)
+
+
+def test_invalid_rows_are_counted_and_logged_by_request(caplog):
+    """Rows of prompts and of drawn tokens. Where a rule forbids all tokens, the logits are valid."""
+    parts = [
+        ScheduledSequence(sequence("none", 3), PROMPT, 2, 0),
+        ScheduledSequence(sequence("drafts", 1), VERIFY, 3, 3, (7, 7)),
+        ScheduledSequence(sequence("rule", 3, allowed_token_ids=(5,)), PROMPT, 3, 1),
+        ScheduledSequence(sequence("prompt", 3), PROMPT, 3, 1),
+    ]
+    entries = [TokenLogprobs(value, 1, [], []) for value in (math.nan, -1.0, -math.inf, math.nan)]
+    counter, batch = InvalidLogits(), ScheduledBatch.of(parts)
+    counter.count(batch, StepOutput.of(batch, [7, 7, 5, 5, 5]))
+    assert counter.num_rows == 0 and not caplog.records
+    drawn, prompts = [7, INVALID_LOGITS, 5, ALL_FORBIDDEN, 5], {"prompt": [None, *entries]}
+    counter.count(batch, StepOutput.of(batch, drawn, prompt_logprobs=prompts))
+    assert counter.num_rows == 3
+    lines = sorted(record.getMessage() for record in caplog.records)
+    assert lines == [
+        "request drafts: rows of logits with a NaN or an infinity: 1",
+        "request prompt: rows of logits with a NaN or an infinity: 2",
+    ]
 
 
 def test_steps_are_counted_by_kind_and_size():

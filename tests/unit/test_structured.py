@@ -6,8 +6,8 @@ import time
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from scripts.byte_tokenizer import byte_tokenizer
 from tests.unit.api_fakes import IM_END, Api, FakeBackend, assert_error, events, says
-from workers.models.byte_tokenizer import byte_tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -13,7 +13,7 @@ from tests.distributed.engine_harness import make_request
 from tests.token_judge import TokenJudge, deficits, steep_routers, transformers_reference
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from workers.sampling.sampler import Sampler
-from workers.step.sequence import Sequence, SequenceTable
+from workers.step.sequence import InputBatch, Sequence
 from workers.wire.request import EngineRequest
 
 NUM_PROMPTS, NEW_TOKENS = 12, 8
@@ -41,7 +41,7 @@ def answer(checkpoint: Path) -> Callable[[EngineRequest], list[int]]:
 
     def run(request: EngineRequest) -> list[int]:
         prompt = request.prompt_token_ids
-        table = SequenceTable(1, len(prompt) + NEW_TOKENS + 1, block_size=8)
+        table = InputBatch(1, len(prompt) + NEW_TOKENS + 1)
         sampler = Sampler(table, 1, 300, torch.device("cpu"))
         seq = Sequence.from_request(request)
         table.add(seq)

@@ -7,6 +7,7 @@ import time
 import pytest
 import zmq
 
+from tests.unit.ray_fakes import until
 from workers.wire.request import RequestOutput, RequestTimes, TokenLogprobs, merge
 from workers.wire.secure_socket import StreamAddress
 from workers.wire.token_stream import MAX_MESSAGES_AT_ONCE, TokenReceiver, TokenSender
@@ -18,14 +19,26 @@ class Inbox:
     def __init__(self, receiver: TokenReceiver):
         self._queue: asyncio.Queue[list[RequestOutput]] = asyncio.Queue()
         self.loads: dict[int, list[int]] = {}
-        receiver.listen(self._take)
+        self.beats: list[tuple[int, int | None]] = []
+        self.broken: list[int] = []
+        receiver.listen(self)
 
     async def receive(self, timeout_s: float = 10) -> list[RequestOutput]:
         return await asyncio.wait_for(self._queue.get(), timeout_s)
 
-    def _take(self, rank: int, load_of_others: int, outputs: list[RequestOutput]) -> None:
+    def deliver(self, rank: int, load_of_others: int, outputs: list[RequestOutput]) -> None:
         self.loads.setdefault(rank, []).append(load_of_others)
         self._queue.put_nowait(outputs)
+
+    def beat(self, rank: int, num_taken: int | None) -> None:
+        self.beats.append((rank, num_taken))
+
+    def lost(self, rank: int) -> None:
+        self.broken.append(rank)
+
+
+def sender_to(receiver: TokenReceiver, epoch: int = 0, rank: int = 0) -> TokenSender:
+    return TokenSender(receiver.address, epoch, receiver.open_stream(rank))
 
 
 def output(name: str, *tokens: int, **rest) -> RequestOutput:
@@ -36,7 +49,7 @@ def test_messages_arrive_whole_and_in_order_from_every_rank():
     async def run() -> dict[str, list[int]]:
         receiver = TokenReceiver("127.0.0.1", 0)
         inbox = Inbox(receiver)
-        senders = [TokenSender(receiver.address, 0) for _ in range(3)]
+        senders = [sender_to(receiver, rank=rank) for rank in range(3)]
         for step in range(50):
             for rank, sender in enumerate(senders):
                 sender.send(
@@ -68,7 +81,7 @@ def test_every_field_survives():
     async def run() -> list[RequestOutput]:
         receiver = TokenReceiver("127.0.0.1", 0)
         inbox = Inbox(receiver)
-        sender = TokenSender(receiver.address, 0)
+        sender = sender_to(receiver)
         sender.send(0, 0, sent)
         received = await inbox.receive()
         sender.close()
@@ -84,7 +97,7 @@ def test_who_was_not_given_the_key_is_not_heard():
         receiver = TokenReceiver("127.0.0.1", 0)
         inbox = Inbox(receiver)
         wrong_key = StreamAddress(receiver.address.endpoint, zmq.curve_keypair()[0])
-        stranger = TokenSender(wrong_key, 0)
+        stranger = TokenSender(wrong_key, 0, receiver.open_stream(0))
         stranger.send(0, 0, [output("x", 1)])
         plain = zmq.Context.instance().socket(zmq.PUSH)
         plain.setsockopt(zmq.LINGER, 0)
@@ -105,7 +118,7 @@ def test_a_burst_that_came_before_the_loop_looked_is_delivered_whole():
 
     async def run() -> list[int]:
         receiver = TokenReceiver("127.0.0.1", 0)
-        sender = TokenSender(receiver.address, 0)
+        sender = sender_to(receiver)
         for step in range(number):
             sender.send(0, 0, [output("r", step)])
         time.sleep(0.3)  # the loop stands still
@@ -122,7 +135,7 @@ def test_messages_of_another_epoch_are_dropped_and_counted(caplog):
     async def run() -> None:
         receiver = TokenReceiver("127.0.0.1", 2)
         inbox = Inbox(receiver)
-        old, new = TokenSender(receiver.address, 1), TokenSender(receiver.address, 2)
+        old, new = sender_to(receiver, 1, rank=1), sender_to(receiver, 2)
         for step in range(3):
             old.send(0, 9, [output("r", step)])
         for _ in range(1000):
@@ -146,7 +159,7 @@ def test_a_message_that_cannot_be_read_does_not_stop_the_stream(caplog):
     async def run() -> None:
         receiver = TokenReceiver("127.0.0.1", 0)
         inbox = Inbox(receiver)
-        sender = TokenSender(receiver.address, 0)
+        sender = sender_to(receiver)
         for data in (b"\xff", b"[0, 0]", b'[0, 0, 0, [["r", [1], null, null, 5]]]'):
             sender._sender.send(data)
         sender.send(0, 0, [output("r", 7)])
@@ -156,6 +169,35 @@ def test_a_message_that_cannot_be_read_does_not_stop_the_stream(caplog):
 
     asyncio.run(run())
     assert caplog.text.count("a message of a rank was not delivered") == 3
+
+
+def test_nothing_is_delivered_after_a_missing_message(caplog):
+    """Not from this stream, and nothing more from it when another one has been opened in its place."""
+
+    async def run() -> None:
+        receiver = TokenReceiver("127.0.0.1", 0)
+        inbox = Inbox(receiver)
+        broken, other = sender_to(receiver), sender_to(receiver, rank=1)
+        broken.send(0, 0, [output("r", 1)])
+        broken._sender.num_sent += 1
+        broken.send(0, 0, [output("r", 3)])
+        broken.beat(0, 5)
+        assert await inbox.receive() == [output("r", 1)]
+        await until(lambda: inbox.broken == [0])
+        again = sender_to(receiver)
+        broken.send(0, 0, [output("r", 4)])
+        again.send(0, 0, [output("r", 2)])
+        assert await inbox.receive() == [output("r", 2)]
+        again.beat(0, None)
+        other.beat(1, 7)
+        await until(lambda: len(inbox.beats) == 2)
+        assert sorted(inbox.beats) == [(0, None), (1, 7)] and inbox.broken == [0]
+        for sender in (broken, other, again):
+            sender.close()
+        receiver.close()
+
+    asyncio.run(run())
+    assert "a message of rank 0 is missing: number 2 came after 1" in caplog.text
 
 
 def test_successive_outputs_merge_into_one():

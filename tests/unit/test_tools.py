@@ -8,6 +8,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from cluster.api.tools import FORMATS
+from scripts.byte_tokenizer import byte_tokenizer
 from tests.unit.api_fakes import (
     IM_END,
     Api,
@@ -34,7 +35,6 @@ from tests.unit.test_tool_parsers import (
     section,
     tag,
 )
-from workers.models.byte_tokenizer import byte_tokenizer
 
 TOKENIZER = LLTokenizer(byte_tokenizer().to_str(), n_vocab=300, eos_token=[IM_END])
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from kernels.all2all.allgather import AllGatherAllToAll
+from kernels.all2all.deepep import DeepEpAllToAll
 from kernels.all2all.local import LocalAllToAll
 from kernels.all2all.shm import ShmAllToAll
 from workers.config import OverlapConfig
@@ -68,6 +69,15 @@ def test_numbers_of_the_configuration_need_no_measurement():
     assert not policy.wants(EXTEND, 10_000), "not before it is measured"
     assert policy.comm_sms == 16
     assert "overlap.min_decode_tokens" in policy.lines()[0]
+
+
+@pytest.mark.parametrize(("wanted", "granted"), [(41, 32), (7, 6), (1, 2), (16, 16)])
+def test_the_experts_get_what_the_exchange_does_not_take(wanted: int, granted: int):
+    """DeepEP takes an even number of at most 32, and SMs beyond would idle."""
+    policy, _ = configured(OverlapConfig(comm_sms=wanted), DeepEpAllToAll)
+    assert policy.comm_sms == granted
+    reason = policy.reasons["comm_sms"]
+    assert (f"is {wanted}, deepep takes {granted} of them" in reason) == (wanted != granted)
 
 
 def samples(**seconds: tuple[float, float]) -> list[Sample]:

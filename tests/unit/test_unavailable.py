@@ -50,7 +50,7 @@ def test_auto_probes_no_further_than_it_chooses() -> None:
             for name in names
         }
     )
-    shape = replace(CUDA, hidden_size=256, expert_width=128)
+    shape = replace(CUDA, hidden_size=256, moe_intermediate_size=128)
     chosen = select.select(KernelsConfig(), found, shape)
     assert probed == ["all2all.copy_engine", "grouped_gemm.triton", "attention.flashinfer"]
     assert chosen.names()["grouped_gemm"] == "triton"

@@ -14,8 +14,9 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,12 @@ class VoteEndpoint:
     request_port: int
     secret: bytes
 
+    @classmethod
+    def of(cls, fields: Sequence[Any]) -> "VoteEndpoint":
+        """Return the endpoint that a rank has gathered."""
+        address, ports, request_port, secret = fields
+        return cls(address, dict(ports), request_port, bytes.fromhex(secret))
+
 
 @dataclass
 class _Peer:
@@ -66,7 +73,7 @@ class _Peer:
 class DatagramVoteTransport(AbortableVote):
     """Ranks of several hosts. The constructor is collective.
 
-    gather          gathers an object of every rank, in rank order
+    gather          gathers a value of every rank as JSON, in rank order
     shared_memory   of the ranks of this host; None: each rank sends its row alone to all other ranks
     """
 
@@ -77,7 +84,7 @@ class DatagramVoteTransport(AbortableVote):
         epoch: int,
         network: HostNetwork,
         shared_memory: SharedMemoryGroup | None,
-        gather: Callable[[VoteEndpoint], list[VoteEndpoint]],
+        gather: Callable[[Any], Sequence[Any]],
     ):
         if shared_memory is None:
             dims = ParallelDims(num_ranks=dims.num_ranks, num_nodes=dims.num_ranks)
@@ -99,11 +106,11 @@ class DatagramVoteTransport(AbortableVote):
         self._failure: BaseException | None = None  # of the thread that answers
         self._answers = start_thread(self._answer, self._fail, "answer-votes")
 
-    def _connect(self, gather: Callable[[VoteEndpoint], list[VoteEndpoint]]) -> None:
-        ports = {peer.rank: peer.messages.getsockname()[1] for peer in self._peers}
+    def _connect(self, gather: Callable[[Any], Sequence[Any]]) -> None:
+        ports = [(peer.rank, peer.messages.getsockname()[1]) for peer in self._peers]
         request_port = self._requests.getsockname()[1]
-        secret = secrets.token_bytes(8)
-        found = gather(VoteEndpoint(self._network.address, ports, request_port, secret))
+        own = (self._network.address, ports, request_port, secrets.token_hex(8))
+        found = [VoteEndpoint.of(fields) for fields in gather(own)]
         self._secret = found[0].secret
         for peer in self._peers:
             endpoint = found[peer.rank]

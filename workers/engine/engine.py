@@ -180,10 +180,13 @@ class Engine:
                 self._failure = error
             self._changed.notify()
 
-    def activity(self) -> tuple[int, Literal["step", "vote", "sleep"]]:
+    def activity(self) -> tuple[int, Literal["step", "vote", "capture", "sleep"]]:
         """Return the number of complete votes, and the present activity of the loop."""
-        waits = self._vote_in_progress is not None
-        return self._step, "vote" if waits else "sleep" if self._asleep else "step"
+        if self._vote_in_progress is not None:
+            return self._step, "vote"
+        if self._asleep:
+            return self._step, "sleep"
+        return self._step, "capture" if self.runner.capturing else "step"
 
     def run(self) -> None:
         """Step until the group stops. Raises LockstepError, or the error of a step of this rank."""
@@ -349,6 +352,7 @@ class Engine:
         try:
             self.stats.record_idle(self.scheduler)
             self._publish_load()
+            self.scheduler.check_integrity()
         except Exception as error:
             self.fail(error)
         with self._changed:

@@ -1,4 +1,4 @@
-"""Allocates the KV caches of a model's layers. Knows nothing of requests or of which blocks are free."""
+"""Sizes, bytes and tensors of the caches of a rank process, for all its epochs. Knows nothing of requests."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,110 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kernels.interface.kv_layout import KVGroup
+from kernels.backends.select import Selection
+from kernels.interface.backend import BackendShape
+from kernels.interface.kv_layout import KVGroup, kv_block_bytes
+from kernels.linear_attention.base import LinearStates
+from workers.config import RankConfig
+from workers.kv_cache.demand import KVDemand
+from workers.kv_cache.manager import KVCacheManager
+from workers.kv_cache.state_snapshots import StateSnapshots
+
+
+class CacheMemory:
+    """The caches of a rank process, in the layouts of its backends.
+
+    demand          the KV blocks that a request needs
+    block_bytes     bytes of one KV block of all layers
+    slot_bytes      bytes of the states of one sequence; 0 without linear attention
+    num_blocks      KV blocks of every rank, 0 until the first epoch has sized the cache
+    num_snapshots   states of prefixes of every rank; 0 until then, if they are measured
+    kv_caches       one tensor a layer with KV blocks, allocated once
+    states          the pools of states, one a layer of linear attention, allocated once
+    manager         the memory of sequences with its contents: the prefix cache of all epochs
+    """
+
+    def __init__(
+        self,
+        config: RankConfig,
+        selection: Selection,
+        shape: BackendShape,
+        window: int | None,
+        device: torch.device,
+    ):
+        self._window, self._device = window, device
+        self.configure(config, selection, shape)
+        self.num_blocks, self.num_snapshots = 0, config.cache.num_snapshots or 0
+        self.kv_caches: list[torch.Tensor] = []
+        self.states: list[LinearStates] = []
+        self.manager = self.new_manager(0)
+
+    def configure(self, config: RankConfig, selection: Selection, shape: BackendShape) -> None:
+        """Use the layouts of these backends from now on."""
+        size, dtype = config.cache.block_size, shape.dtype
+        self._config, self._specs, self._dtype = config, shape.linear_specs, dtype
+        self._linear = selection.linear_attention_class
+        self._kv_groups = selection.attention_class.kv_groups(shape.attention_specs)
+        self.demand = KVDemand(size, self._window, config.scheduler.max_num_batched_tokens)
+        self.block_bytes = kv_block_bytes(self._kv_groups, size, dtype.itemsize)
+        self.slot_bytes = 0 if self._linear is None else self._linear.slot_bytes(self._specs, dtype)
+
+    def take_sizes(self, num_blocks: int, num_snapshots: int) -> None:
+        """Use these numbers of KV blocks and snapshots; other numbers of snapshots take new pools of states."""
+        if num_snapshots != self.num_snapshots:
+            self.states = []
+        self.num_blocks, self.num_snapshots = num_blocks, num_snapshots
+
+    def new_kv_caches(self, num_blocks: int) -> list[torch.Tensor]:
+        """Return new KV caches, one a layer."""
+        size = self._config.cache.block_size
+        return allocate_kv_caches(self._kv_groups, num_blocks, size, self._dtype, self._device)
+
+    def state_pools(self) -> list[LinearStates]:
+        """Return the pools of states, allocated at the first call; none for a model without linear attention."""
+        if self._linear is not None and not self.states:
+            place = self._num_slots, self._dtype, self._device
+            self.states = self._linear.allocate(self._specs, *place)
+        return self.states
+
+    def allocate(self) -> None:
+        """Allocate the KV caches of `num_blocks` blocks, without contents."""
+        self.kv_caches = self.new_kv_caches(self.num_blocks)
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """Take a manager of a cache without contents."""
+        self.manager = self.new_manager(self.num_blocks)
+
+    def new_manager(self, num_blocks: int) -> KVCacheManager:
+        """Return a manager of `num_blocks` KV blocks without contents, and without snapshots of states."""
+        config, snapshots = self._config, None
+        if self.slot_bytes:  # behind the slots of padding and of rows
+            first = 1 + config.scheduler.max_num_seqs
+            snapshots = StateSnapshots(first, self.num_snapshots, slot_bytes=self.slot_bytes)
+        return KVCacheManager(
+            config.scheduler,
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            max_model_len=int(config.model.max_model_len),
+            prefix_caching=config.cache.prefix_caching,
+            window=self._window,
+            snapshots=snapshots,
+        )
+
+    def free(self) -> None:
+        """Release all tensors."""
+        self.kv_caches, self.states = [], []
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all pools of states."""
+        return self._num_slots * self.slot_bytes
+
+    @property
+    def _num_slots(self) -> int:
+        """The slots of each pool of states: of padding, running sequences and snapshots."""
+        return 1 + self._config.scheduler.max_num_seqs + self.num_snapshots
 
 
 def allocate_kv_caches(

@@ -1,6 +1,8 @@
-"""Number of KV blocks that a request may hold. Pure arithmetic."""
+"""KV blocks that a request may hold, and KV blocks and snapshots of states that given bytes hold. Pure arithmetic."""
 
 from dataclasses import dataclass
+
+from workers.config import FEW_SNAPSHOTS, CacheConfig
 
 
 @dataclass(frozen=True)
@@ -34,3 +36,32 @@ class KVDemand:
 
     def _ceil(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+def sizes_that_fit(
+    free: int,
+    cache: CacheConfig,
+    demand: KVDemand,
+    max_model_len: int,
+    *,
+    block_bytes: int,
+    slot_bytes: int,
+    num_rows: int,
+) -> tuple[int, int]:
+    """Return KV blocks and snapshots of states in `free` bytes.
+
+    The states of `num_rows` sequences and of configured snapshots have memory of their own. Other free bytes are
+    divided so that as many usual requests as possible have their KV blocks and one state each, in the form of a
+    snapshot if they no longer run; the longest request fits. Where no layer has blocks, there are as many as all
+    sequences count.
+    """
+    longest, snapshots = demand.blocks(max_model_len), cache.num_snapshots
+    if not block_bytes:
+        return longest * num_rows, FEW_SNAPSHOTS if snapshots is None else snapshots
+    if snapshots is None and slot_bytes:
+        usual = demand.blocks(min(cache.expected_tokens, max_model_len))
+        requests = (free + num_rows * slot_bytes) // (slot_bytes + usual * block_bytes)
+        most = (free - longest * block_bytes) // slot_bytes
+        snapshots = max(0, min(max(FEW_SNAPSHOTS, requests - num_rows), most))
+        free -= snapshots * slot_bytes
+    return free // block_bytes, snapshots or 0

@@ -87,6 +87,13 @@ class StateSnapshots:
                 self._free.append(slot)
                 self._never_used.discard(key)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every slot is either free or has one snapshot."""
+        free, kept = self._free, self.slots
+        assert len({*free, *kept}) == len(free) + len(kept) == self.count, (
+            f"free slots {free} and slots with snapshots {kept}, expected {self.count} in all"
+        )
+
     def close(self) -> None:
         """Drop the copies that were not made, and the snapshots that they were to make; all others stay."""
         targets = {target for _, target in self.copies}

@@ -1,15 +1,17 @@
 """What the blocks of a model are built from: device, dtype, backends and this rank's experts. Knows no model."""
 
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from kernels.backends.select import Backends
 from kernels.block_fp8 import BlockWeights
+from kernels.four_bit import FourBitWeights
+from kernels.four_bit_format import FourBitFormat
 from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
-from workers.layers.linear import DenseLinear, Fp8Linear, Linear
+from workers.layers.linear import DenseLinear, FourBitLinear, Fp8Linear, Linear
 from workers.layers.norm import RMSNorm
 
 
@@ -20,6 +22,7 @@ class LayerBuilder:
     forced_routing   makes the replacement of a layer's router; None: routers choose
     path             begins the names of a layer's parameters: "layers.3."
     fp8              names of the parameters that are held in FP8
+    four_bit         names of the parameters that are held in four bits, to their formats
     norm_offset      ModelConfig.norm_offset
     """
 
@@ -33,6 +36,7 @@ class LayerBuilder:
     forced_routing: Callable[..., ForcedRouting] | None = None
     path: str = ""
     fp8: Container[str] = frozenset()
+    four_bit: Mapping[str, FourBitFormat] = field(default_factory=dict)
     norm_offset: float = 0.0
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -44,7 +48,12 @@ class LayerBuilder:
         return f"{self.path}{name}.weight" in self.fp8
 
     def linear(self, name: str, outputs: int, inputs: int, *, bias: bool = False) -> Linear:
-        """Return an uninitialised linear layer, in FP8 where `holds_fp8` its `name`."""
+        """Return an uninitialised linear layer, in four bits or in FP8 where its `name` is held so."""
+        form = self.four_bit.get(f"{self.path}{name}.weight")
+        if form is not None:
+            tiled = self.device.type == "cuda"
+            packed = FourBitWeights.empty(form, outputs, inputs, device=self.device, tiled=tiled)
+            return FourBitLinear(packed, self.empty(outputs) if bias else None)
         if not self.holds_fp8(name):
             return self.dense(outputs, inputs, bias=bias)
         weight = BlockWeights.empty(outputs, inputs, device=self.device)

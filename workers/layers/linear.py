@@ -1,4 +1,6 @@
-"""Linear layers: a weight in the model's dtype or in FP8, and the kernels that multiply by it. Know no block.
+"""Linear layers: a weight in the model's dtype, in FP8 or in four bits, and the kernels that multiply by it.
+
+Know no block.
 
 T tokens, K input width, N output width, I width of gate and of up.
 """
@@ -9,9 +11,10 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from kernels import dense_fp8
+from kernels import dense_four_bit, dense_fp8
 from kernels.activation import Activation
 from kernels.block_fp8 import BlockWeights, Fp8Rows
+from kernels.four_bit import FourBitWeights
 from kernels.fused import fused_kernels
 from kernels.gated_activation import gated_activation
 from kernels.native.dense import dense_kernels
@@ -26,7 +29,7 @@ class Linear(ABC):
     bias     [N] in the model's dtype; None: zeros
     """
 
-    weight: torch.Tensor | BlockWeights
+    weight: torch.Tensor | BlockWeights | FourBitWeights
     bias: torch.Tensor | None
 
     def __call__(
@@ -65,18 +68,18 @@ class DenseLinear(Linear):
         self.weight, self.bias = weight_NK, bias_N
         self._weight_KN = weight_NK.t()
         self._takes: Callable[[torch.Tensor, torch.Tensor], bool] | None = None
-        self._few_rows: Callable[..., torch.Tensor]
+        self._skinny: Callable[..., torch.Tensor]
         fused = fused_kernels(weight_NK.device.type)
         native = dense_kernels(weight_NK.device.type, weight_NK.dtype)
         if fused is not None:
-            self._takes, self._few_rows = fused.takes_thin, fused.thin_linear
+            self._takes, self._skinny = fused.takes_skinny, fused.skinny_linear
         elif native is not None:
-            self._takes, self._few_rows = native.takes, native.linear
+            self._takes, self._skinny = native.takes, native.linear
 
     def _multiply(self, x_TK: Rows, start: torch.Tensor | None, partial: bool) -> torch.Tensor:
         assert isinstance(x_TK, torch.Tensor), "the weight is not in FP8"
         if self._takes is not None and self._takes(x_TK, self.weight):
-            return self._few_rows(x_TK, self.weight, start)
+            return self._skinny(x_TK, self.weight, start)
         if start is None or start.dim() == 1:
             return F.linear(x_TK, self.weight, start)
         return torch.addmm(start, x_TK, self._weight_KN)
@@ -113,16 +116,40 @@ class Fp8Linear(Linear):
 
     def _multiply(self, x_TK: Rows, start: torch.Tensor | None, partial: bool) -> torch.Tensor:
         if isinstance(x_TK, torch.Tensor):
-            if self._fused is not None and self._fused.takes_thin(x_TK, self.weight):
-                return self._fused.thin_linear(x_TK, self.weight, start)
+            if self._fused is not None and self._fused.takes_skinny(x_TK, self.weight):
+                return self._fused.skinny_linear(x_TK, self.weight, start)
             x_TK = dense_fp8.quantise(x_TK)
         out_TN = dense_fp8.multiply(x_TK, self.weight, partial=partial and start is None)
         return out_TN if start is None else out_TN.add_(start)
 
     def takes_fp8(self, x_TK: torch.Tensor) -> bool:
         """See Linear."""
-        return self._fused is not None and not self._fused.takes_thin(x_TK, self.weight)
+        return self._fused is not None and not self._fused.takes_skinny(x_TK, self.weight)
 
     def activate(self, gate_up_T2I: torch.Tensor, activation: Activation) -> Rows:
         """See Linear."""
         return dense_fp8.activate(gate_up_T2I, activation)
+
+
+class FourBitLinear(Linear):
+    """A weight in four bits; rows stay in the model's dtype."""
+
+    weight: FourBitWeights
+
+    def __init__(self, weight_NK: FourBitWeights, bias_N: torch.Tensor | None = None):
+        self.weight, self.bias = weight_NK, bias_N
+        dense_four_bit.prepare(weight_NK)
+
+    def _multiply(self, x_TK: Rows, start: torch.Tensor | None, partial: bool) -> torch.Tensor:
+        assert isinstance(x_TK, torch.Tensor), "the weight is not in FP8"
+        if start is None or start.dim() == 1:
+            return dense_four_bit.multiply(x_TK, self.weight, start)
+        return dense_four_bit.multiply(x_TK, self.weight).add_(start)
+
+    def takes_fp8(self, x_TK: torch.Tensor) -> bool:
+        """See Linear."""
+        return False
+
+    def activate(self, gate_up_T2I: torch.Tensor, activation: Activation) -> Rows:
+        """See Linear."""
+        return gated_activation(gate_up_T2I, activation)

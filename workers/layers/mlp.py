@@ -20,8 +20,8 @@ class MlpBlock:
     def __init__(self, builder: LayerBuilder, spec: MlpSpec, layer: int):
         dim, self.activation = builder.hidden_size, spec.activation
         self.norm = builder.norm(dim)
-        self.gate_up = builder.linear("mlp.gate_up", 2 * spec.width, dim)
-        self.down = builder.linear("mlp.down", dim, spec.width)
+        self.gate_up = builder.linear("mlp.gate_up", 2 * spec.intermediate_size, dim)
+        self.down = builder.linear("mlp.down", dim, spec.intermediate_size)
 
     def with_backends(self, backends: Any) -> Self:
         """Return the block itself, which uses no backend."""
@@ -47,8 +47,8 @@ class SharedExpert:
 
     def __init__(self, builder: LayerBuilder, spec: SharedExpertSpec):
         dim, self.activation = builder.hidden_size, spec.activation
-        self.gate_up = builder.linear("mlp.shared.gate_up", 2 * spec.width, dim)
-        self.down = builder.linear("mlp.shared.down", dim, spec.width)
+        self.gate_up = builder.linear("mlp.shared.gate_up", 2 * spec.intermediate_size, dim)
+        self.down = builder.linear("mlp.shared.down", dim, spec.intermediate_size)
         self.gate = builder.dense(1, dim) if spec.gated else None
         self._fused = fused_kernels(builder.device.type)
 

@@ -50,7 +50,7 @@ class MoeBlock:
 
     def _hold_empty(self, num_experts: int) -> None:
         """Allocate weights and biases of `num_experts`."""
-        dim, width = self._dim, self.spec.width
+        dim, width = self._dim, self.spec.intermediate_size
         self.w13_e2ID: ExpertWeights = self._empty(num_experts, 2 * width, dim)
         self.w2_eDI: ExpertWeights = self._empty(num_experts, dim, width)
         self.b13_e2I = self.b2_eD = None

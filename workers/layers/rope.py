@@ -14,7 +14,7 @@ import torch
 
 from kernels.fused import fused_kernels
 from workers.layers.norm import RMSNorm
-from workers.specs.model import GqaSpec, LatentSpec, ModelConfig
+from workers.specs.model import GqaSpec, MlaSpec, ModelConfig
 
 
 def build_rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> torch.Tensor:
@@ -69,7 +69,7 @@ def _rotates_whole(x_TNd: torch.Tensor, rotation_T1r: torch.Tensor) -> bool:
 
 
 def _inverse_frequencies(
-    config: ModelConfig, attention: GqaSpec | LatentSpec
+    config: ModelConfig, attention: GqaSpec | MlaSpec
 ) -> tuple[torch.Tensor, float]:
     """Return float32 [r/2] on the CPU, and the factor on cos and sin."""
     rope, dim = attention.rope, attention.rope_dim

@@ -27,17 +27,26 @@ def route_tokens(
     if not spec.plain:
         return _route_in_groups(x_TD, router, spec, num_tokens, bias_E)
     logits_TE = router(x_TD)
-    top_k, renormalise = spec.top_k, spec.renormalise
+    top_k, norm_topk_prob = spec.top_k, spec.norm_topk_prob
     fused = fused_kernels(x_TD.device.type)
     if fused is not None:
         return fused.route_top_k(
-            logits_TE, top_k, renormalise, num_tokens, score=spec.score, scaling=spec.scaling
+            logits_TE,
+            top_k,
+            norm_topk_prob,
+            num_tokens,
+            scoring_func=spec.scoring_func,
+            routed_scaling_factor=spec.routed_scaling_factor,
         )
     logits_TE = logits_TE.float()
     native = dense_kernels(x_TD.device.type, x_TD.dtype)
     if native is not None:
         topk_idx_TK, topk_weights_TK = native.route_top_k(
-            logits_TE, top_k, renormalise, score=spec.score, scaling=spec.scaling
+            logits_TE,
+            top_k,
+            norm_topk_prob,
+            scoring_func=spec.scoring_func,
+            routed_scaling_factor=spec.routed_scaling_factor,
         )
     else:
         topk_idx_TK, topk_weights_TK = _route_with_torch(logits_TE, spec)
@@ -77,11 +86,11 @@ def _route_in_groups(
         spec.top_k,
         num_tokens,
         num_groups=spec.num_groups,
-        top_groups=spec.top_groups,
+        topk_group=spec.topk_group,
         group_score=spec.group_score,
-        renormalise=spec.renormalise,
-        score=spec.score,
-        scaling=spec.scaling,
+        norm_topk_prob=spec.norm_topk_prob,
+        scoring_func=spec.scoring_func,
+        routed_scaling_factor=spec.routed_scaling_factor,
     )
 
 
@@ -89,16 +98,16 @@ def choose_in_groups(
     logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the chosen experts and their weights of float32 logits, by torch's operators."""
-    softmax = spec.score == "softmax"
+    softmax = spec.scoring_func == "softmax"
     scores_TE = logits_TE.softmax(-1) if softmax else logits_TE.sigmoid()
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
-    if spec.top_groups < spec.num_groups:
+    if spec.topk_group < spec.num_groups:
         choice_TE = _close_groups(choice_TE, spec)
     topk_idx_TK = choice_TE.topk(spec.top_k).indices
     weights_TK = scores_TE.gather(1, topk_idx_TK)
-    if spec.renormalise:
+    if spec.norm_topk_prob:
         weights_TK /= weights_TK.sum(-1, keepdim=True) + 1e-20
-    return topk_idx_TK, weights_TK.mul_(spec.scaling)
+    return topk_idx_TK, weights_TK.mul_(spec.routed_scaling_factor)
 
 
 def _close_groups(choice_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
@@ -107,7 +116,7 @@ def _close_groups(choice_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     counted = 1 if spec.group_score == "max" else 2
     groups_TG = choice_TGe.topk(counted).values.sum(-1)
     closed_TG = torch.ones_like(groups_TG, dtype=torch.bool)
-    closed_TG.scatter_(1, groups_TG.topk(spec.top_groups).indices, False)
+    closed_TG.scatter_(1, groups_TG.topk(spec.topk_group).indices, False)
     # not 0: a biased score may be negative, and 0 would then open the group again
     return choice_TGe.masked_fill(closed_TG.unsqueeze(-1), float("-inf")).flatten(1)
 
@@ -115,15 +124,17 @@ def _close_groups(choice_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
 def _route_with_torch(
     logits_TE: torch.Tensor, spec: RouterSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if spec.score == "softmax" and not spec.renormalise:
+    if spec.scoring_func == "softmax" and not spec.norm_topk_prob:
         logits_TE = torch.softmax(logits_TE, dim=-1)
     best_TK, topk_idx_TK = torch.topk(logits_TE, spec.top_k)
     weights_TK = best_TK
-    if spec.score == "sigmoid":
+    if spec.scoring_func == "sigmoid":
         weights_TK = best_TK.sigmoid()
-        if spec.renormalise:
+        if spec.norm_topk_prob:
             weights_TK /= weights_TK.sum(-1, keepdim=True) + 1e-20
-    elif spec.renormalise:
+    elif spec.norm_topk_prob:
         # softmax, top-k, divide by the sum == softmax of the k best logits, two operators less
         weights_TK = torch.softmax(best_TK, dim=-1)
-    return topk_idx_TK, weights_TK if spec.scaling == 1.0 else weights_TK.mul_(spec.scaling)
+    return topk_idx_TK, weights_TK if spec.routed_scaling_factor == 1.0 else weights_TK.mul_(
+        spec.routed_scaling_factor
+    )

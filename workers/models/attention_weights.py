@@ -4,7 +4,7 @@ D hidden, d head dim.
 """
 
 from workers.models.decoder_weights import LayerWeights, Weights
-from workers.specs.model import GqaSpec, LatentSpec
+from workers.specs.model import GqaSpec, MlaSpec
 from workers.specs.weight_map import WeightEntry, WeightKind
 
 
@@ -114,7 +114,7 @@ def _qk_norms(layer: LayerWeights, spec: GqaSpec, head_dim: int) -> Weights:
             )
 
 
-def latent_weights(layer: LayerWeights, spec: LatentSpec) -> Weights:
+def mla_weights(layer: LayerWeights, spec: MlaSpec) -> Weights:
     """One product of the hidden state: rows of q or of its latent, then those of the latent and the rotated key."""
     at, path, dims = f"{layer.disk}self_attn.", f"{layer.path}attention.", spec.dims
     kind = WeightKind.PROJECTION

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kernels.activation import Activation
+from kernels.four_bit_format import FourBitFormat
 from workers.models.rope_config import PARTIAL, is_number, parse_partial_rotary, parse_rope
+from workers.specs.four_bit import FourBitForm, Packing
 from workers.specs.model import (
     DTYPES,
     DtypeName,
@@ -19,6 +21,7 @@ from workers.specs.model import (
     MoeSpec,
     RopeSpec,
     WeightEntries,
+    weight_map,
 )
 from workers.specs.quantization import parse_quantization
 
@@ -51,13 +54,24 @@ WINDOW_ATTENTION = "sliding_attention"
 LINEAR_ATTENTION = "linear_attention"
 
 
+# transformers' values of keys that config.json may lack, in most families. A size has none, because every writer of
+# config.json writes it, and a forward with a wrong size fails or computes nonsense.
+DEFAULTS: dict[str, Any] = {
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+
+
 class ModelConfigError(ValueError):
     """A config.json that no model here supports; names each field, its value and the supported values."""
 
 
 class ConfigReader:
-    """Reads of config.json with transformers' own `defaults` for missing keys.
+    """Reads of config.json. A key without a default must be there.
 
+    defaults     of the family, beside DEFAULTS
     generation   generation_config.json, empty where the checkpoint has none
     problems     complaints so far; each names a key, its value and what is expected
     """
@@ -71,7 +85,7 @@ class ConfigReader:
     ):
         self.problems: list[str] = []
         self._raw = raw
-        self._defaults = defaults
+        self._defaults = {**DEFAULTS, **defaults}
         self._generation = generation
         self._weight_entries = weight_entries
         self._read = set(HARMLESS_KEYS)
@@ -85,7 +99,7 @@ class ConfigReader:
 
     def integer(self, key: str) -> int:
         """Return a whole number >= 1."""
-        return self._integer(key, self._defaults[key])
+        return self._integer(key, self._defaults.get(key))
 
     def integer_or(self, key: str, default: int) -> int:
         """Return a whole number >= 1; `default` if the key is null, or missing without an entry in the defaults."""
@@ -96,7 +110,7 @@ class ConfigReader:
 
     def count(self, key: str) -> int:
         """Return a whole number >= 0."""
-        default = self._defaults[key]
+        default = self._defaults.get(key)
         value: int = self._typed(
             key, default, lambda v: _is_int(v) and v >= 0, "a whole number >= 0"
         )
@@ -104,7 +118,7 @@ class ConfigReader:
 
     def number(self, key: str) -> float:
         """Return a number > 0."""
-        default = self._defaults[key]
+        default = self._defaults.get(key)
         return float(self._typed(key, default, lambda v: is_number(v) and v > 0, "a number > 0"))
 
     def number_or_none(self, key: str) -> float | None:
@@ -116,7 +130,7 @@ class ConfigReader:
 
     def boolean(self, key: str) -> bool:
         """Return true or false."""
-        default = self._defaults[key]
+        default = self._defaults.get(key)
         value: bool = self._typed(key, default, lambda v: isinstance(v, bool), "true or false")
         return value
 
@@ -174,17 +188,17 @@ class ConfigReader:
             return (False,) * count
         return tuple(kind == LINEAR_ATTENTION for kind in kinds)
 
-    def mxfp4(self) -> bool:
-        """Return whether the experts are stored in MXFP4, for a family that has no other quantisation."""
+    def mxfp4(self) -> FourBitForm | None:
+        """Return how the experts are packed, for a family that has MXFP4 alone; None: they are not."""
         found = self._raw.get("quantization_config")
         if found is None:
-            return False
+            return None
         method = found.get("quant_method") if isinstance(found, dict) else found
         if method != "mxfp4":
             self.problems.append(
                 f"quantization_config.quant_method is {_short(method)}; supported: mxfp4"
             )
-        return True
+        return FourBitForm(Packing.MXFP4, FourBitFormat("mxfp4", 32))
 
     def activation(self) -> Activation:
         """Return the activation of every MLP, silu if the key is missing."""
@@ -213,7 +227,7 @@ class ConfigReader:
         *,
         skipped: tuple[str, ...] = (),
         renamed: tuple[tuple[str, str], ...] = (),
-        mxfp4: bool = False,
+        stacked_form: FourBitForm | None = None,
         norm_offset: float = 0.0,
     ) -> ModelConfig:
         """Return the config with the fields that all families share; it is valid only if `problems` is empty."""
@@ -231,12 +245,14 @@ class ConfigReader:
             norm_eps=self.number("rms_norm_eps"),
             max_position_embeddings=self.integer("max_position_embeddings"),
             tie_word_embeddings=self.boolean("tie_word_embeddings"),
-            quantization=None if mxfp4 else parse_quantization(self._raw, self.problems, renamed),
-            dtype=self._dtype("bfloat16" if mxfp4 else "float32"),
+            quantization=None
+            if stacked_form
+            else parse_quantization(self._raw, self.problems, renamed),
+            dtype=self._dtype("bfloat16" if stacked_form else "float32"),
             eos_token_ids=stops or self.integers("eos_token_id"),
             skipped=skipped,
             renamed=renamed,
-            mxfp4=mxfp4,
+            stacked_form=stacked_form,
             norm_offset=norm_offset,
             weight_entries=self._weight_entries,
         )
@@ -250,7 +266,7 @@ class ConfigReader:
             self._check_shapes(config)
         return config
 
-    def _integer(self, key: str, default: int) -> int:
+    def _integer(self, key: str, default: int | None) -> int:
         value: int = self._typed(
             key, default, lambda v: _is_int(v) and v >= 1, "a whole number >= 1"
         )
@@ -260,8 +276,9 @@ class ConfigReader:
         self._read.add(key)
         value = self._raw.get(key, default)
         if not good(value):
-            self._complain(f"{key} is {value!r}; expected {wanted}")
-            return default
+            found = repr(value) if key in self._raw else "missing"
+            self._complain(f"{key} is {found}; expected {wanted}")
+            return 1 if default is None else default
         return value
 
     def _integers(self, raw: Mapping[str, Any], key: str) -> tuple[int, ...]:
@@ -298,14 +315,23 @@ class ConfigReader:
         if attention is not None:
             self.problems += attention.problems()
         self._check_groups(config.moe)
+        self._check_four_bit(config)
         if top_k > experts:
             self.problems.append(
                 f"num_experts_per_tok is {top_k}; expected at most the number of experts ({experts})"
             )
 
+    def _check_four_bit(self, config: ModelConfig) -> None:
+        """Complain about the first matrix that its packing cannot hold."""
+        for entry in weight_map(config):
+            problem = entry.four_bit and entry.four_bit.problem(*entry.shape)
+            if problem:
+                self.problems.append(f"quantization_config does not fit {entry.name}: {problem}")
+                return
+
     def _check_groups(self, moe: MoeSpec) -> None:
         router, experts = moe.router, moe.num_experts
-        groups, open_groups = router.num_groups, router.top_groups
+        groups, open_groups = router.num_groups, router.topk_group
         if experts % groups:
             self.problems.append(
                 f"n_group is {groups}; expected a divisor of the number of experts ({experts})"

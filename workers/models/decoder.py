@@ -29,7 +29,7 @@ from workers.layers.rope import build_rope_table
 from workers.specs.model import LayerSpec, ModelConfig
 from workers.step.forward_batch import ForwardBatch
 from workers.weights.slots import Slot, parameter_of, slot_of
-from workers.weights.tensors import fp8_parameters, rank_weights
+from workers.weights.tensors import four_bit_parameters, fp8_parameters, rank_weights
 
 Sum = tuple[torch.Tensor, torch.Tensor | None]  # two parts, (residual, hidden), see AttentionBlock
 
@@ -99,6 +99,7 @@ class DecoderLM:
             dtype=dtype,
             forced_routing=forced_routing,
             fp8=self._fp8,
+            four_bit=four_bit_parameters(config) if backends.grouped_gemm.four_bit else {},
             norm_offset=config.norm_offset,
         )
         table = (config.vocab_size, config.hidden_size)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
+from workers.specs.four_bit import FourBitForm
 from workers.specs.model import ModelConfig
 from workers.specs.weight_map import WeightEntry, WeightKind
 
@@ -37,32 +38,34 @@ class WeightNames:
     router_bias_is_row: bool = False  # stored as [1, E]
     joined_delta_inputs: bool = False  # of delta nets: one tensor of q, k, v and gate by key head
 
-
-def decoder_weights(config: ModelConfig, names: WeightNames) -> Weights:
-    """Yield every tensor of the checkpoint but scales, in the order of the forward."""
-    table = (config.vocab_size, config.hidden_size)
-    root, offset = names.root, config.norm_offset
-    yield WeightEntry(f"{root}embed_tokens.weight", table, "embed_VD", WeightKind.EMBEDDING)
-    for number, layer in enumerate(config.layers):
-        at, path = f"{root}layers.{number}.", f"layers.{number}."
-        block = LayerWeights(names, config.hidden_size, at, path, config.mxfp4, offset)
-        for spec in (layer.attention, layer.mlp):
-            yield from resolve_name(spec.weights)(block, spec)
-    shape = (config.hidden_size,)
-    yield WeightEntry(f"{root}norm.weight", shape, "norm", WeightKind.NORM, offset=offset)
-    if not config.tie_word_embeddings:
-        yield WeightEntry("lm_head.weight", table, "lm_head.weight", WeightKind.HEAD)
+    def __call__(self, config: ModelConfig) -> Weights:
+        """Yield every tensor of the checkpoint but scales and skipped parts, in the order of the forward."""
+        table = (config.vocab_size, config.hidden_size)
+        root, offset = self.root, config.norm_offset
+        yield WeightEntry(f"{root}embed_tokens.weight", table, "embed_VD", WeightKind.EMBEDDING)
+        for number, layer in enumerate(config.layers):
+            at, path = f"{root}layers.{number}.", f"layers.{number}."
+            block = LayerWeights(self, config.hidden_size, at, path, config.stacked_form, offset)
+            for spec in (layer.attention, layer.mlp):
+                yield from resolve_name(spec.weights)(block, spec)
+        shape = (config.hidden_size,)
+        yield WeightEntry(f"{root}norm.weight", shape, "norm", WeightKind.NORM, offset=offset)
+        if not config.tie_word_embeddings:
+            yield WeightEntry("lm_head.weight", table, "lm_head.weight", WeightKind.HEAD)
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The tensors of one layer: `disk` begins names in the checkpoint, `path` begins those of parameters."""
+    """The tensors of one layer: `disk` begins names in the checkpoint, `path` begins those of parameters.
+
+    four_bit   how tensors that hold all experts are packed; None: they are not
+    """
 
     names: WeightNames
     dim: int
     disk: str
     path: str
-    mxfp4: bool = False
+    four_bit: FourBitForm | None = None
     norm_offset: float = 0.0
 
     def norm(self, name: str, parameter: str) -> WeightEntry:

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from kernels.interface.attention_spec import LatentDims
+from kernels.interface.attention_spec import MlaDims
 from workers.models.config_reader import ConfigReader
 from workers.models.rope_config import mscale
 from workers.specs.model import (
     GqaSpec,
-    LatentSpec,
     LayerSpec,
+    MlaSpec,
     MlpSpec,
     MoeSpec,
     RouterSpec,
@@ -20,10 +20,10 @@ TRAINING_KEYS = ("aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux")
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
 
 
-def read_latent_attention(read: ConfigReader) -> LatentSpec:
+def read_mla(read: ConfigReader) -> MlaSpec:
     """Return the latent attention of every layer."""
     heads, rope = read.integer("num_attention_heads"), read.rope()
-    dims = LatentDims(
+    dims = MlaDims(
         rank=read.integer("kv_lora_rank"),
         rope_dim=read.integer("qk_rope_head_dim"),
         nope_dim=read.integer("qk_nope_head_dim"),
@@ -36,7 +36,7 @@ def read_latent_attention(read: ConfigReader) -> LatentSpec:
     read.fixed("qk_head_dim", dims.nope_dim + dims.rope_dim, None)
     read.fixed("rope_interleave", True, None)
     rope = replace(rope, interleaved=True)
-    return LatentSpec(
+    return MlaSpec(
         num_heads=heads,
         dims=dims,
         q_rank=read.integer_or("q_lora_rank", 0) or None,
@@ -53,12 +53,12 @@ def read_biased_router(read: ConfigReader) -> RouterSpec:
     read.fixed("topk_method", "noaux_tc", None)
     return RouterSpec(
         top_k=read.integer("num_experts_per_tok"),
-        renormalise=read.boolean("norm_topk_prob"),
-        score="sigmoid",
-        scaling=read.number("routed_scaling_factor"),
+        norm_topk_prob=read.boolean("norm_topk_prob"),
+        scoring_func="sigmoid",
+        routed_scaling_factor=read.number("routed_scaling_factor"),
         bias=True,
         num_groups=read.integer("n_group"),
-        top_groups=read.integer("topk_group"),
+        topk_group=read.integer("topk_group"),
         group_score="top2",
     )
 
@@ -69,19 +69,19 @@ def read_experts(read: ConfigReader, router: RouterSpec) -> MoeSpec:
     shared = read.integer("n_shared_experts") * width
     return MoeSpec(
         num_experts=read.integer("n_routed_experts"),
-        width=width,
+        intermediate_size=width,
         activation=activation,
         router=router,
-        shared=SharedExpertSpec(width=shared, activation=activation, gated=False),
+        shared=SharedExpertSpec(intermediate_size=shared, activation=activation, gated=False),
     )
 
 
 def read_layers(
-    read: ConfigReader, attention: GqaSpec | LatentSpec, moe: MoeSpec
+    read: ConfigReader, attention: GqaSpec | MlaSpec, moe: MoeSpec
 ) -> tuple[LayerSpec, ...]:
     """Return all layers: the first ones have one dense MLP, all after them have experts."""
     read.fixed("moe_layer_freq", 1, None)
-    dense = MlpSpec(width=read.integer("intermediate_size"), activation=moe.activation)
+    dense = MlpSpec(intermediate_size=read.integer("intermediate_size"), activation=moe.activation)
     num_dense = read.count("first_k_dense_replace")
     return tuple(
         LayerSpec(attention=attention, mlp=dense if number < num_dense else moe)

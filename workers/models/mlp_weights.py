@@ -8,7 +8,7 @@ from workers.specs.weight_map import WeightEntry, WeightKind
 def mlp_weights(layer: LayerWeights, spec: MlpSpec) -> Weights:
     """An MLP in the place of experts."""
     yield layer.norm("post_attention_layernorm", "mlp.norm")
-    yield from _gated(layer, "mlp.", "mlp.", spec.width)
+    yield from _gated(layer, "mlp.", "mlp.", spec.intermediate_size)
 
 
 def moe_weights(layer: LayerWeights, spec: MoeSpec) -> Weights:
@@ -34,9 +34,9 @@ def moe_weights(layer: LayerWeights, spec: MoeSpec) -> Weights:
     if shared is not None:
         name = names.shared
         if names.shared_gate_up:
-            yield from _joined(layer, shared.width)
+            yield from _joined(layer, shared.intermediate_size)
         else:
-            yield from _gated(layer, f"{name}.", "mlp.shared.", shared.width)
+            yield from _gated(layer, f"{name}.", "mlp.shared.", shared.intermediate_size)
         if shared.gated:
             parameter = f"{layer.path}mlp.shared.gate.weight"
             yield WeightEntry(
@@ -46,7 +46,7 @@ def moe_weights(layer: LayerWeights, spec: MoeSpec) -> Weights:
 
 def _experts(layer: LayerWeights, spec: MoeSpec, at: str) -> Weights:
     """gate, up and down of every routed expert."""
-    names, width, path = layer.names, spec.width, f"{layer.path}mlp."
+    names, width, path = layer.names, spec.intermediate_size, f"{layer.path}mlp."
     up, down = (width, layer.dim), (layer.dim, width)
     parts = (
         (names.expert_gate, up, "w13_e2ID", (0, width), names.fused_gate_up),
@@ -78,7 +78,7 @@ def _joined(layer: LayerWeights, width: int) -> Weights:
 
 def _stacked_experts(layer: LayerWeights, at: str, spec: MoeSpec) -> Weights:
     """One tensor for all experts. Rows of gate and up alternate; unless packed in MXFP4, columns come first."""
-    path, width, mxfp4 = f"{layer.path}mlp.", spec.width, layer.mxfp4
+    path, width, four_bit = f"{layer.path}mlp.", spec.intermediate_size, layer.four_bit
     up, down = (2 * width, layer.dim), (layer.dim, width)
     weights = (
         ("gate_up_proj", up, "w13_e2ID", WeightKind.PROJECTION),
@@ -88,14 +88,14 @@ def _stacked_experts(layer: LayerWeights, at: str, spec: MoeSpec) -> Weights:
         for expert in range(spec.num_experts):
             entry = WeightEntry(
                 at + name,
-                shape if mxfp4 else shape[::-1],
+                shape if four_bit else shape[::-1],
                 path + parameter,
                 kind,
                 expert=expert,
                 stacked=spec.num_experts,
-                transposed=not mxfp4,
+                transposed=four_bit is None,
                 interleaved=name == "gate_up_proj",
-                mxfp4=mxfp4,
+                four_bit=four_bit,
             )
             yield entry
             if spec.bias:
@@ -106,7 +106,7 @@ def _stacked_experts(layer: LayerWeights, at: str, spec: MoeSpec) -> Weights:
                     parameter=path + bias,
                     kind=WeightKind.BIAS,
                     transposed=False,
-                    mxfp4=False,
+                    four_bit=None,
                 )
 
 

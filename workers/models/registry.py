@@ -23,7 +23,7 @@ class Family:
 
     @property
     def config(self) -> ModuleType:
-        """The module with DEFAULTS, read_config and weight_map; needs no torch.
+        """The module with DEFAULTS, NAMES and read_config; needs no torch.
 
         Of a family with a text part among others, also `text_part` and `nested`, which take it out and put it back.
         """
@@ -76,7 +76,7 @@ def parse_model_config(
         )
     text_part = getattr(family.config, "text_part", dict)
     source = family.config
-    read = ConfigReader(text_part(raw), source.DEFAULTS, generation, source.weight_map)
+    read = ConfigReader(text_part(raw), source.DEFAULTS, generation, source.NAMES)
     config: ModelConfig = family.config.read_config(read)
     if read.problems:
         raise ModelConfigError(f"{where}: " + "; ".join(read.problems))

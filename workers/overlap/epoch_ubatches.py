@@ -3,6 +3,7 @@
 import logging
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -147,19 +148,19 @@ class EpochUbatches:
     def largest(self, scheduler: Scheduler, max_model_len: int) -> dict[str, int]:
         """Return the tokens of the largest step of each phase that limits and cache allow."""
         limits = self._config.scheduler
-        num_blocks = scheduler.pool.num_blocks
+        cache = scheduler.cache
         context = tuning.decode_context(max_model_len - 2)
         # The first decodes grow while the prompts of the last decodes are computed, by less than one context. No
         # sequence may be preempted during the measurement.
-        per_decode = scheduler.demand.blocks(2 * context)
+        per_decode = cache.demand.blocks(2 * context)
         decodes = min(
-            limits.max_num_seqs, limits.max_num_batched_tokens // 2, num_blocks // per_decode
+            limits.max_num_seqs, limits.max_num_batched_tokens // 2, cache.num_blocks // per_decode
         )
         return {
             "decode": decodes if context >= MIN_CONTEXT else 0,
             "prefill": min(
                 limits.max_num_batched_tokens,
-                scheduler.demand.tokens(num_blocks) // 2,
+                cache.demand.tokens(cache.num_blocks) // 2,
                 limits.max_num_seqs * (max_model_len - 2),
             ),
         }
@@ -194,10 +195,11 @@ class EpochUbatches:
             "graphs": runner.graphs is not None,
         }
         path = overlap_cache.cache_path({**facts, **measured_on})
-        kept = self._gather(overlap_cache.load_policy(path) if self._rank == 0 else None)[0]
+        loaded = overlap_cache.load_policy(path) if self._rank == 0 else None
+        kept = self._gather(loaded and asdict(loaded))[0]
         if kept is not None:
-            overlap.policy = kept
-            runner.limit_all2all(kept.comm_sms)
+            overlap.policy = OverlapPolicy(**kept)
+            runner.limit_all2all(self.policy.comm_sms)
             return frozenset()
         if choices:
             self._choose_comm_sms(runner, choices, largest["prefill"], run)

@@ -39,10 +39,9 @@ class OverlapPolicy:
 
     def wants(self, mode: ForwardMode, num_tokens: int) -> bool:
         """Return the vote of a rank with this step. An idle rank votes yes, because it runs padding in either form."""
-        if mode == ForwardMode.IDLE:
+        if mode.is_idle():
             return True
-        decodes = mode == ForwardMode.DECODE
-        least = self.min_decode_tokens if decodes else self.min_prefill_tokens
+        least = self.min_decode_tokens if mode.is_decode() else self.min_prefill_tokens
         return least is not None and num_tokens >= least
 
     @property
@@ -96,8 +95,10 @@ def configured(
         else:
             least[phase], reasons[phase] = None, "not measured"
             unknown.add(phase)
-    comm_sms = None if config.comm_sms == "auto" else config.comm_sms
+    comm_sms = None if config.comm_sms == "auto" else all2all.granted_sms(config.comm_sms)
     reasons["comm_sms"] = "the backend's own" if comm_sms is None else "overlap.comm_sms"
+    if comm_sms not in (None, config.comm_sms):
+        reasons["comm_sms"] += f" is {config.comm_sms}, {all2all.name} takes {comm_sms} of them"
     policy = OverlapPolicy(least["decode"], least["prefill"], comm_sms, reasons)
     return policy, frozenset(unknown)
 

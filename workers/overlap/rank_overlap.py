@@ -1,14 +1,14 @@
 """The overlap policy of a rank process, which one epoch measures and the next epochs reuse."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kernels.all2all.base import AllToAll
 from workers.config import OverlapConfig
 from workers.overlap.policy import OverlapPolicy, configured
 
-# Returns the value of every rank, in rank order.
+# Returns the value of every rank as JSON carries it, in rank order.
 Gather = Callable[[Any], Sequence[Any]]
 
 
@@ -42,10 +42,10 @@ class RankOverlap:
 
         Ranks with a new process would otherwise measure while the older ranks do not.
         """
-        ranks = gather((self.policy if self.tuned else None, self.warm))
-        tuned = [policy for policy, _ in ranks if policy is not None]
+        ranks = gather((asdict(self.policy) if self.tuned else None, self.warm))
+        tuned = [fields for fields, _ in ranks if fields is not None]
         if tuned:
-            self.settle(tuned[0])
+            self.settle(OverlapPolicy(**tuned[0]))
         self.warm = all(warm for _, warm in ranks)
 
     def settle(self, policy: OverlapPolicy) -> None:

@@ -21,9 +21,9 @@ REPEATS = 3
 PROMPT_LEN = 1024  # tokens of a prompt in measured prefills
 CONTEXT_LEN = 128  # tokens before measured decodes
 SMALLEST = {"decode": 16, "prefill": 128}
-TIMED = {
-    "decode": (ForwardMode.DECODE,),
-    "prefill": (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE),
+_OF_PHASE: dict[str, Callable[[ForwardMode], bool]] = {
+    "decode": ForwardMode.is_decode,
+    "prefill": lambda mode: not mode.is_idle(),
 }
 
 # Returns the seconds of this rank's step: phase, tokens, whether in ubatches.
@@ -159,7 +159,7 @@ class StepTimer:
             )
             refused = self._scheduler.add(request)
             assert refused is None, refused
-        with self._scheduler.prefixes.off():
+        with self._scheduler.cache.off():
             return self._run(phase, num_tokens, ubatch)
 
     def _run(self, phase: str, num_tokens: int, ubatch: bool) -> list[float]:
@@ -167,7 +167,7 @@ class StepTimer:
         found: list[float] = []
         while self._scheduler.has_work:
             batch = self._scheduler.schedule()
-            counts = batch.forward_mode in TIMED[phase] and batch.num_tokens == num_tokens
+            counts = _OF_PHASE[phase](batch.forward_mode) and batch.num_tokens == num_tokens
             plan = self._plan(batch.forward_mode, batch.num_tokens, ubatch and counts)
             output = self._runner.launch(batch, plan)
             self._scheduler.launched(batch)

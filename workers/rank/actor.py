@@ -26,17 +26,16 @@ from workers.log import set_up_logging
 from workers.rank.checkpoint_holder import CheckpointHolder
 from workers.rank.fence import Fence
 from workers.rank.network import address_on, bind_to_address
-from workers.rank.rank_info import Membership, Pulse, RankInfo, Rendezvous
+from workers.rank.rank_info import Membership, Pulse, RankInfo, RankTrace, Rendezvous
 from workers.rank.step_loop import RankFailedError, StepLoop
+from workers.rank.token_streams import TokenStreams
 from workers.stats.stats_line import INTERVAL_S, stats_fields, stats_line
 from workers.stats.versions import rank_versions
-from workers.trace.spans import RankTrace
 from workers.weights.checkpoint_copy import CopyAddress
 from workers.weights.checkpoint_files import CheckpointFiles, FileFacts
 from workers.wire.inbox import Inbox, InboxSender
 from workers.wire.request import RequestOutput
 from workers.wire.secure_socket import StreamAddress
-from workers.wire.token_stream import TokenSender
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not in __all__
@@ -79,10 +78,10 @@ class RankActor:
         self._holder = CheckpointHolder(config.model, self._address)
         self._inbox = Inbox(self._address)
         self._peers: list[InboxSender] = []
-        self._senders: dict[str, TokenSender] = {}
+        self._streams = TokenStreams(self._inbox)
         self._info: dict[str, Any] = {}
         self._rank_info: RankInfo | None = None  # while the step loop runs
-        self._logging: OwnedTask | None = None
+        self._tasks: tuple[OwnedTask, ...] = ()  # while the step loop runs
 
     def _set_up_logging(self) -> None:
         rank = None if self._index == STANDBY else self._index
@@ -122,14 +121,19 @@ class RankActor:
         """Return the epoch and the streams, for a supervisor that was restarted."""
         running = self._step_loop is not None and self._step_loop.running
         info = self._rank_info if running else None
-        fence, streams = self._fence, tuple(self._senders)
-        return Membership(self._index, fence.epoch, fence.first, info, streams, self._config)
+        fence, leases = self._fence, self._streams.leases
+        return Membership(self._index, fence.epoch, fence.first, info, leases, self._config)
 
-    async def fetch_checkpoint(self) -> None:
-        """Fetch the model of the Hub to this node, if the node lacks files of it. The Hub's client has time limits."""
+    async def fetch_checkpoint(self, token: str | None) -> None:
+        """Fetch the model of the Hub to this node, if the node lacks files of it. The Hub's client has time limits.
+
+        token   of the Hub; None = that of this node, if it has one
+        """
         model = self._config.model
         if model.revision is None:
             return
+        if token is not None:
+            os.environ["HF_TOKEN"] = token  # where the Hub's client looks for it
         fetch = hub.fetch_description if model.weights == "dummy" else hub.fetch_weights
         await asyncio.to_thread(fetch, model.path, model.revision)
 
@@ -227,17 +231,16 @@ class RankActor:
         """
         self._fence.leave(fence)
         self._rank_info = None
-        if self._logging is not None:
-            self._logging.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._joining.locked():
             await asyncio.to_thread(self._end_waits)
         async with self._joining:
             await asyncio.to_thread(self._close_epoch)
         for peer in self._peers:
             peer.close()
-        for sender in self._senders.values():
-            sender.close()
-        self._peers, self._senders = [], {}
+        self._peers = []
+        self._streams.close_all()
 
     def _end_waits(self) -> None:
         """End the waits for peers of the thread that joins or runs a stage. Peers fail as rank 0 closes its store."""
@@ -287,7 +290,10 @@ class RankActor:
             **info.backends,
         }
         self._inbox.deliver_to(current.engine, epoch)
-        self._logging = OwnedTask(self._log_stats(), self._fail_epoch, "log-stats", may_end=True)
+        self._tasks = (
+            OwnedTask(self._log_stats(), self._fail_epoch, "log-stats", may_end=True),
+            OwnedTask(self._streams.beat(self._index), self._fail_epoch, "beat"),
+        )
         self._step_loop = StepLoop(current)
         self._rank_info = info
         return info
@@ -299,20 +305,25 @@ class RankActor:
         await self._step_loop.done()
 
     async def open_stream(
-        self, epoch: int, stream_id: str, address: StreamAddress
+        self, epoch: int, lease_id: str, address: StreamAddress, stream: bytes
     ) -> StreamAddress:
-        """Send the outputs of requests of `stream_id` to `address`, one message a step. Returns this rank's inbox."""
+        """Send the outputs of requests of a lease to `address`, one message a step. Returns this rank's inbox.
+
+        It may be called again when a message was lost: the requests of the stream before are aborted.
+
+        stream   of the messages in both directions
+        """
         self._fence.check(epoch)
-        self._senders[stream_id] = TokenSender(address, epoch)
+        if lease_id in self._streams:
+            await self.close_stream(epoch, lease_id)
+        self._streams.open(lease_id, address, epoch, stream)
         return self._inbox.address
 
-    async def close_stream(self, epoch: int, stream_id: str) -> None:
-        """Abort the requests of a stream and close it: its ingress is gone."""
+    async def close_stream(self, epoch: int, lease_id: str) -> None:
+        """Close the stream of a lease and abort its requests."""
         self._fence.check(epoch)
-        self._engine.abort_ingress(stream_id)
-        sender = self._senders.pop(stream_id, None)
-        if sender is not None:
-            sender.close()
+        self._streams.close(lease_id)  # first, so that no request comes after the abort
+        self._engine.abort_ingress(lease_id)
 
     async def stats(self) -> dict[str, Any]:
         """Return counters and gauges, see workers.stats.stats; `info` holds constants."""
@@ -375,12 +386,11 @@ class RankActor:
         for peer in self._peers:
             peer.wake(step)
 
-    def _publish(self, stream_id: str, outputs: list[RequestOutput]) -> None:
-        """Send outputs from the step loop; the stream of a closed ingress has no sender."""
-        sender = self._senders.get(stream_id)
-        if sender is not None:
-            others = self._engine.open_requests.report_load(stream_id)
-            sender.send(self._index, others, outputs)
+    def _publish(self, lease_id: str, outputs: list[RequestOutput]) -> None:
+        """Send outputs from the step loop; a lease without a stream gets nothing."""
+        if lease_id in self._streams:
+            others = self._engine.open_requests.report_load(lease_id)
+            self._streams.send(lease_id, self._index, others, outputs)
 
 
 def node_address() -> str:

@@ -8,11 +8,17 @@ import torch
 from kernels.backends.select import Selection
 from kernels.interface.backend import BackendShape
 from kernels.interface.config import KernelsConfig
-from kernels.interface.registry import ATTENTION, backend_class
+from kernels.interface.registry import ATTENTION, GROUPED_GEMM, backend_class
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig
-from workers.specs.model import ModelConfig
-from workers.weights.tensors import experts_with_row_scales, fp8_not_kept, stores_fp8_experts
+from workers.specs.model import ModelConfig, weight_map
+from workers.weights.tensors import (
+    experts_with_row_scales,
+    four_bit_experts,
+    four_bit_parameters,
+    fp8_not_kept,
+    stores_fp8_experts,
+)
 
 SLOWER_THAN_FLASHINFER = "Steps will be slower than with it"
 SLOWER = {
@@ -30,13 +36,14 @@ def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
         num_ranks=config.num_ranks,
         num_nodes=config.num_nodes,
         hidden_size=model.hidden_size,
-        expert_width=model.moe.width,
+        moe_intermediate_size=model.moe.intermediate_size,
         num_experts=model.num_experts,
         top_k=model.top_k,
         max_num_tokens=config.scheduler.max_num_batched_tokens,
         attention_specs=config.cache.cached(model.attention_specs),
         linear_specs=config.cache.cached_states(model.linear_specs),
         fp8_checkpoint=stores_fp8_experts(model),
+        four_bit=four_bit_experts(model),
         expert_bias=model.moe.bias,
     )
 
@@ -62,6 +69,38 @@ def fp8_is_not_kept(model: ModelConfig, selection: Selection) -> Iterator[str]:
             f"{found}: kernels.grouped_gemm {name} holds them in model.dtype, in twice the memory or more; "
             "deepgemm_fp8 keeps them in FP8, but rounds them once more"
         )
+
+
+def four_bits_are_widened(
+    model: ModelConfig,
+    selection: Selection,
+    unavailable: Mapping[str, str],
+    shape: BackendShape,
+) -> Iterator[str]:
+    """Yield a warning where weights that the checkpoint packs in four bits take model.dtype, with the reason."""
+    packed = [entry for entry in weight_map(model) if entry.four_bit is not None]
+    if selection.four_bit_experts:
+        kept = four_bit_parameters(model)
+        wide = {e.name: None for e in packed if e.expert is None and e.parameter not in kept}
+        if wide:
+            yield (
+                f"{len(wide)} projections that the checkpoint has in four bits become model.dtype, such as "
+                f"{next(iter(wide))}: products in four bits take one format and multiples of 64 rows and columns, "
+                "in all tensors that one product joins"
+            )
+        return
+    if all(entry.expert is None for entry in packed):
+        return
+    name, reasons = selection.grouped_gemm.name, []
+    for other in GROUPED_GEMM:
+        backend = backend_class("grouped_gemm", other)
+        if backend.four_bit and shape.device in backend.devices:
+            why = unavailable.get(f"grouped_gemm.{other}") or backend.unsupported_reason(shape)
+            reasons.append(f"{other} cannot run here: {why}" if why else f"{other} does not")
+    yield (
+        f"the checkpoint's experts are in four bits ({shape.four_bit or 'several formats'}), and "
+        f"kernels.grouped_gemm {name} widens them to model.dtype; {'; '.join(reasons)}"
+    )
 
 
 def slow_attention(

@@ -18,7 +18,7 @@ _MORE_RANKS = "More ranks (cluster.ranks) hold fewer experts each"
 REMEDIES = {
     "the ranks' group": "Other programs hold the memory: end them, or name free GPUs in CUDA_VISIBLE_DEVICES",
     "the all-to-all's buffers": _STEPS,
-    "the weights": f"{_MORE_RANKS}; a narrower model.dtype, or kernels.grouped_gemm: deepgemm_fp8, takes less",
+    "the weights": f"{_MORE_RANKS}; `phalanx check` on a GPU names settings that fit",
     "attention's workspace": f"{_MORE_RANKS}; kernels.attention: sdpa has none",
     "a step": _STEPS,
     "the KV cache": "Lower cache.num_blocks, cache.memory_fraction (GPU) or cache.cpu_memory_gib (CPU)",

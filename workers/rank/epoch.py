@@ -157,7 +157,8 @@ class Epoch:
         takes = backend_memory(
             process.selection, process.shape, num_ubatches=config.overlap.num_ubatches
         )
-        context = process.backend_context(self._peers.shared_memory, self._peers.network)
+        peers = self._peers
+        context = process.backend_context(peers.shared_memory, peers.network, peers.gather)
         with memory_for("the all-to-all's buffers", takes.kept):
             self._parts.backends = process.build_backends(context)
             self._closing.callback(self.backends.all2all.close)
@@ -168,7 +169,7 @@ class Epoch:
                 process.selection,
                 context,
                 self.backends,
-                self._peers.gather,
+                peers.gather,
             )
             self._closing.callback(self.ubatches.close)
 
@@ -191,7 +192,8 @@ class Epoch:
         process = self.process
         if process.device.type == "cuda" and not self._peers.warm:
             with memory_for("attention's workspace"):
-                self._attention_compiled = bind_beside(self.backends.attention, process.caches(1))
+                caches = process.caches.new_kv_caches(1)
+                self._attention_compiled = bind_beside(self.backends.attention, caches)
         process.load(progress)
         assert process.model is not None
         model = process.model.with_backends(self.backends)
@@ -212,9 +214,9 @@ class Epoch:
         dummy = DummyAttention(self.backends.attention)
         self.ubatches.bind_states(self.process.state_pools())
         with memory_for("a step"):
-            dummy.bind(self.process.caches(1))
+            dummy.bind(self.process.caches.new_kv_caches(1))
             make = replace(self.make, model=self.model.with_few_layers())
-            runner, scheduler = make(steps.num_blocks, dummy)
+            runner, scheduler = make(self.process.caches.new_manager(steps.num_blocks), dummy)
             for done, (size, products) in enumerate(few_first(sizes)):
                 report_progress(done, total)
                 self.model.compile_products(products)
@@ -229,24 +231,23 @@ class Epoch:
     def size_cache(self, progress: Progress | None = None) -> None:
         """Size and allocate the KV cache, and run a step with it, in the first epoch; bind it. Collective."""
         self._wait_for_attention()
-        process, steps = self.process, self.make.warm_up_steps()
+        process, caches, steps = self.process, self.process.caches, self.make.warm_up_steps()
         with memory_for("attention's workspace"):
-            self.ubatches.bind(process.kv_caches)
+            self.ubatches.bind(caches.kv_caches)
         self.ubatches.bind_states(process.state_pools())
         mixed = GraphPlanner.of(self.backends).captures_prompts
         self.graph_sizes = graphs_to_capture(
             process.config.scheduler, process.selection, process.device, mixed=mixed
         )
-        if not process.num_blocks:
-            process.take_sizes(*self.make.cache_sizes(self.graph_sizes))
+        if not caches.num_blocks:
+            caches.take_sizes(*self.make.cache_sizes(self.graph_sizes))
             self.ubatches.bind_states(())  # the new pools need the memory of the old ones
             self.ubatches.bind_states(process.state_pools())
-        with memory_for("the KV cache", process.num_blocks * process.block_bytes()):
-            if not process.kv_caches:
-                process.kv_caches = process.caches(process.num_blocks)
-                process.forget_prefixes()
-                self.ubatches.bind(process.kv_caches)
-            made = self.make(process.num_blocks, pool=process.pool)
+        with memory_for("the KV cache", caches.num_blocks * caches.block_bytes):
+            if not caches.kv_caches:
+                caches.allocate()
+                self.ubatches.bind(caches.kv_caches)
+            made = self.make(caches.manager)
             self._parts.runner, self._parts.scheduler = made
             self._closing.callback(self.runner.close)
             if not self._peers.warm:
@@ -326,12 +327,11 @@ class Epoch:
         dims, rank = self.process.dims, self.process.rank
         if dims.alone:
             return LocalVoteTransport()
-        shared, network = self._peers.shared_memory, self._peers.network
+        peers, shared, epoch = self._peers, self._peers.shared_memory, self.rendezvous.epoch
         if dims.on_one_host and shared is not None:
             return SharedMemoryVoteTransport(shared)
-        assert network is not None, "a group of several ranks has met"
-        gather = process_group.gather_objects
-        return DatagramVoteTransport(rank, dims, self.rendezvous.epoch, network, shared, gather)
+        assert peers.network is not None, "a group of several ranks has met"
+        return DatagramVoteTransport(rank, dims, epoch, peers.network, shared, peers.gather)
 
     def run(self) -> None:
         """Run the engine's loop until the group stops. An error aborts this rank's epoch and is raised."""
@@ -378,14 +378,14 @@ class Epoch:
 
     def _keep_blocks(self) -> None:
         """Leave the KV blocks with their contents to the next epoch, unless their bookkeeping may be wrong."""
-        process, engine, scheduler = self.process, self._parts.engine, self._parts.scheduler
+        caches, engine, scheduler = self.process.caches, self._parts.engine, self._parts.scheduler
         if engine is not None:
             engine.close()
         elif scheduler is not None:
             scheduler.close()
         failed = engine is not None and engine.failed
-        if process.kv_caches and (failed or process.pool.usage):
-            process.forget_prefixes()
+        if caches.kv_caches and (failed or caches.manager.pool.usage):
+            caches.forget_prefixes()
 
     def _wait_for_attention(self) -> None:
         if self._attention_compiled is not None:

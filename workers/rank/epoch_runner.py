@@ -1,10 +1,11 @@
 """Runners and schedulers of one epoch: for warm-up, for measuring the memory of a step, and for serving."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from kernels.attention.base import Attention
 from kernels.backends.select import Backends
-from workers.kv_cache.block_pool import BlockPool
+from workers.kv_cache.demand import sizes_that_fit
+from workers.kv_cache.manager import KVCacheManager
 from workers.models.decoder import DecoderLM
 from workers.overlap.epoch_ubatches import EpochUbatches
 from workers.rank import process_group
@@ -14,7 +15,6 @@ from workers.rank.kv_sizing import (
     check_longest_request_fits,
     free_bytes,
     own_bytes,
-    sizes_that_fit,
 )
 from workers.rank.process import RankProcess
 from workers.rank.warm_up_steps import WarmUpSteps
@@ -33,40 +33,20 @@ class RunnerMaker:
     ubatches: EpochUbatches
 
     def __call__(
-        self,
-        num_blocks: int,
-        attention: Attention | None = None,
-        pool: BlockPool | None = None,
+        self, cache: KVCacheManager, attention: Attention | None = None
     ) -> tuple[ModelRunner, Scheduler]:
-        """Return a runner and its scheduler, which allocates `num_blocks` KV blocks.
-
-        attention   replaces the attention of whole steps
-        pool        the KV blocks with their contents, and the snapshots of the process; without it, blocks without
-                    contents
-        """
-        process, config, model, backends = (
-            self.process,
-            self.process.config,
-            self.model,
-            self.backends,
-        )
+        """Return a runner and its scheduler over `cache`; `attention` replaces the attention of whole steps."""
+        process, model, backends = self.process, self.model, self.backends
+        config = process.config
         if attention is not None:
             backends = replace(backends, attention=attention)
             model = model.with_backends(backends)
-        scheduler = Scheduler(
-            config.scheduler,
-            num_blocks=num_blocks,
-            block_size=config.cache.block_size,
-            max_model_len=process.max_model_len,
-            prefix_caching=config.cache.prefix_caching,
-            pool=pool,
-            window=process.model_config.window,
-            snapshots=process.new_snapshots() if pool is None else process.snapshots,
-        )
+        scheduler = Scheduler(config.scheduler, cache, process.max_model_len)
         runner = ModelRunner(
             model,
             backends,
             scheduler.table,
+            cache,
             rank=process.rank,
             max_num_tokens=config.scheduler.max_num_batched_tokens,
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -97,21 +77,22 @@ class RunnerMaker:
         """
         process, cache = self.process, self.process.config.cache
         if cache.num_blocks != "auto":
-            return cache.num_blocks, process.num_snapshots
+            return cache.num_blocks, process.caches.num_snapshots
         assert process.device.type == "cuda", "on CPU the configuration sets the number of blocks"
         own = self._own_bytes(graph_sizes)
         free = free_bytes(process.device, cache.memory_fraction, own.total)
         if not process.dims.alone:
-            of_ranks = process_group.gather_objects((free, own))
-            free, own = min(of_ranks, key=lambda found: found[0])
-        demand = process.kv_demand
+            of_ranks = process_group.gather_json((free, asdict(own)))
+            free, fields = min(of_ranks, key=lambda found: found[0])
+            own = OwnBytes(**fields)
+        demand = process.caches.demand
         blocks, snapshots = sizes_that_fit(
             free,
             cache,
             demand,
             process.max_model_len,
-            block_bytes=process.block_bytes(),
-            slot_bytes=process.slot_bytes,
+            block_bytes=process.caches.block_bytes,
+            slot_bytes=process.caches.slot_bytes,
             num_rows=process.config.scheduler.max_num_seqs,
         )
         check_longest_request_fits(blocks, process.max_model_len, demand, own)
@@ -121,16 +102,16 @@ class RunnerMaker:
         """Measure with a small KV cache, which is freed afterwards."""
         process, steps = self.process, self.warm_up_steps()
         with memory_for("a step"):
-            self.ubatches.bind(process.caches(steps.num_blocks))
-            runner, scheduler = self(steps.num_blocks)
+            self.ubatches.bind(process.caches.new_kv_caches(steps.num_blocks))
+            runner, scheduler = self(process.caches.new_manager(steps.num_blocks))
         own = own_bytes(
             steps,
             runner,
             scheduler,
             graph_sizes,
             weight_bytes=process.weight_bytes(),
-            kv_bytes=steps.num_blocks * process.block_bytes(),
-            state_bytes=process.state_bytes(),
+            kv_bytes=steps.num_blocks * process.caches.block_bytes,
+            state_bytes=process.caches.state_bytes,
         )
         self.ubatches.bind(())
         return own

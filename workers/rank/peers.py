@@ -30,8 +30,8 @@ class Peers:
     network: HostNetwork | None = None
 
     def gather(self, value: Any) -> Sequence[Any]:
-        """Return the value of every rank, in rank order. Collective."""
-        return [value] if self.network is None else process_group.gather_objects(value)
+        """Return the value of every rank as JSON carries it, in rank order. Collective."""
+        return [value] if self.network is None else process_group.gather_json(value)
 
 
 def meet(
@@ -50,11 +50,11 @@ def meet(
     with memory_for("the ranks' group"):
         closing.callback(process_group.leave)
         process_group.join(rendezvous, process.rank, process.dims, process.device, timeout_s, left)
-    sizes = process.num_blocks, process.num_snapshots
-    found = process_group.gather_objects((process.settings(), process.warm, sizes))
+    sizes = process.caches.num_blocks, process.caches.num_snapshots
+    found = process_group.gather_json((process.settings(), process.warm, sizes))
     settings, warm, of_ranks = zip(*found, strict=True)
     compare_settings(settings)
-    process.take_sizes(*max(of_ranks))
+    process.caches.take_sizes(*max(of_ranks))
     shared = _share_memory(process, rendezvous, left)
     if shared is not None:
         closing.callback(shared.close)

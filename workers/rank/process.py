@@ -20,14 +20,10 @@ from kernels.host.cache_folder import use_cache_folder
 from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup
 from kernels.interface.context import BackendContext
-from kernels.interface.kv_layout import KVGroup, kv_block_bytes
 from kernels.linear_attention.base import LinearStates
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig, not_for_answers
-from workers.kv_cache.block_pool import BlockPool
-from workers.kv_cache.caches import allocate_kv_caches
-from workers.kv_cache.demand import KVDemand
-from workers.kv_cache.state_snapshots import StateSnapshots
+from workers.kv_cache.caches import CacheMemory
 from workers.models.decoder import DecoderLM
 from workers.models.registry import load_model_config
 from workers.overlap.rank_overlap import RankOverlap
@@ -60,12 +56,7 @@ class RankProcess:
     backends     grouped GEMM and expert load of every epoch; all-to-all and attention belong to the epochs
     model        the weights; an epoch runs them with its own backends
     experts      the experts of the model's weights
-    num_blocks   KV blocks of every rank, 0 until the first epoch has sized the cache
-    num_snapshots   states of prefixes of every rank; 0 until then, if they are measured
-    kv_caches    one tensor a layer with KV blocks, allocated once
-    states       the pools of states, one a layer of linear attention, allocated once
-    pool         the blocks of the KV caches with their contents: the prefix cache of all epochs
-    snapshots    the states that belong to blocks of the pool; None: no layer has linear attention
+    caches       KV blocks and states with their contents
     warm         every kernel that a step may need has been compiled here
     overlap      the ubatch policy, which the first epoch tunes
     pace         the times of steps
@@ -89,11 +80,8 @@ class RankProcess:
         self.backends: select.Backends | None = None
         self.model: DecoderLM | None = None
         self.experts: Sequence[int] = ()
-        self.num_blocks, self.num_snapshots = 0, config.cache.num_snapshots or 0
-        self.kv_caches: list[torch.Tensor] = []
-        self.states: list[LinearStates] = []
-        self.pool = BlockPool(0)
-        self.snapshots: StateSnapshots | None = None
+        window = self.model_config.window
+        self.caches = CacheMemory(config, self.selection, self.shape, window, self.device)
         self.warm = False
         self.pace = Pace()
         self.prefill_cap = PrefillCap.of(config.scheduler, config.cache.block_size)
@@ -125,6 +113,7 @@ class RankProcess:
             raise ValueError(f"{', '.join(differs)} changed, which needs a new process")
         dims, selection, before = self.dims, self.selection, self.config
         self._configure(rank, config)
+        self.caches.configure(config, self.selection, self.shape)
         if self.model is not None and config.model.routing != before.model.routing:
             self.model.route_by(self._forced_routing())
         same_backends = selection.names() == self.selection.names()
@@ -135,10 +124,10 @@ class RankProcess:
         if any(names[seam] != name for seam, name in kept if seam != "all2all"):
             # The weights, the caches and the states have the memory order of these backends.
             self.backends, self.model, self.experts = None, None, ()
-            self.kv_caches, self.states = [], []
+            self.caches.free()
         if self.device.type == "cuda":
-            self.warm, self.kv_caches = False, []
-            self.take_sizes(0, self.config.cache.num_snapshots or 0)
+            self.warm, self.caches.kv_caches = False, []
+            self.caches.take_sizes(0, self.config.cache.num_snapshots or 0)
             torch.cuda.empty_cache()
 
     def enter(self, epoch: ClosableEpoch) -> None:
@@ -176,7 +165,7 @@ class RankProcess:
         context = self.backend_context(None)
         attention = select.build_attention(self.selection, context)
         linear = select.build_linear_attention(self.selection, context)
-        gemm = self.selection.grouped_gemm_class()
+        gemm = self.selection.grouped_gemm_class.build(context.shape)
         return select.Backends(UnboundAllToAll(), gemm, DummyAttention(attention), linear)
 
     def _build_model(self, backends: select.Backends) -> DecoderLM:
@@ -221,7 +210,10 @@ class RankProcess:
         return forced_routing(self.config, self.model_config, self.rank, self.device)
 
     def backend_context(
-        self, shared_memory: SharedMemoryGroup | None, network: HostNetwork | None = None
+        self,
+        shared_memory: SharedMemoryGroup | None,
+        network: HostNetwork | None = None,
+        gather: Callable[[Any], Sequence[Any]] | None = None,
     ) -> BackendContext:
         """Return the context from which this rank builds backends, inside the current process group."""
         return BackendContext(
@@ -231,64 +223,15 @@ class RankProcess:
             group=None if self.dims.alone else torch.distributed.group.WORLD,
             shared_memory=shared_memory,
             network=network,
+            gather=gather,
             expert_map=self.expert_map,
             block_size=self.config.cache.block_size,
         )
 
-    def caches(self, num_blocks: int) -> list[torch.Tensor]:
-        """Allocate KV caches, one a layer."""
-        size = self.config.cache.block_size
-        return allocate_kv_caches(self._kv_groups(), num_blocks, size, self.dtype, self.device)
-
     def state_pools(self) -> list[LinearStates]:
         """Return the pools of states, allocated at the first call; none for a model without linear attention."""
-        linear = self.selection.linear_attention_class
-        if linear is not None and not self.states:
-            specs, slots = self.shape.linear_specs, self.num_state_slots
-            with memory_for("the states of linear attention", self.state_bytes()):
-                self.states = linear.allocate(specs, slots, self.dtype, self.device)
-        return self.states
-
-    def take_sizes(self, num_blocks: int, num_snapshots: int) -> None:
-        """Use these numbers of KV blocks and snapshots; other numbers of snapshots take new pools of states."""
-        if num_snapshots != self.num_snapshots:
-            self.states = []
-        self.num_blocks, self.num_snapshots = num_blocks, num_snapshots
-
-    def forget_prefixes(self) -> None:
-        """Take a new pool of blocks without contents, and no snapshots of states."""
-        self.pool, self.snapshots = BlockPool(self.num_blocks), self.new_snapshots()
-
-    def new_snapshots(self) -> StateSnapshots | None:
-        """Return bookkeeping of the slots behind the null slot and the rows; None without linear attention."""
-        if not self.slot_bytes:
-            return None
-        first = 1 + self.config.scheduler.max_num_seqs
-        return StateSnapshots(first, self.num_snapshots, slot_bytes=self.slot_bytes)
-
-    @property
-    def num_state_slots(self) -> int:
-        """The slots of each pool of states: of padding, running sequences and snapshots."""
-        return 1 + self.config.scheduler.max_num_seqs + self.num_snapshots
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of the states of one sequence; 0 without linear attention."""
-        linear = self.selection.linear_attention_class
-        return 0 if linear is None else linear.slot_bytes(self.shape.linear_specs, self.dtype)
-
-    def state_bytes(self) -> int:
-        """Return the bytes of all pools of states."""
-        return self.num_state_slots * self.slot_bytes
-
-    def _kv_groups(self) -> tuple[KVGroup, ...]:
-        return self.selection.attention_class.kv_groups(self.shape.attention_specs)
-
-    @property
-    def kv_demand(self) -> KVDemand:
-        """The KV blocks that a request needs."""
-        tokens = self.config.scheduler.max_num_batched_tokens
-        return KVDemand(self.config.cache.block_size, self.model_config.window, tokens)
+        with memory_for("the states of linear attention", self.caches.state_bytes):
+            return self.caches.state_pools()
 
     def settings(self) -> dict[str, object]:
         """Return all settings that must be equal on all ranks, flat, with dotted names."""
@@ -301,11 +244,6 @@ class RankProcess:
         flat.update(num_ranks=config.num_ranks, device=config.device)
         return flat
 
-    def block_bytes(self) -> int:
-        """Return the bytes of one KV block of all layers."""
-        size = self.config.cache.block_size
-        return kv_block_bytes(self._kv_groups(), size, self.dtype.itemsize)
-
     def weight_bytes(self) -> int:
         """Return the bytes of this rank's weights."""
         dtype = self.config.model.dtype
@@ -317,6 +255,7 @@ class RankProcess:
             dtype,
             fp8_experts=self.selection.fp8_experts,
             fp8_dense=self.selection.fp8_dense,
+            in_four_bits=self.selection.four_bit_experts,
         )
 
     def info(self, graph_bytes: int, stage_seconds: dict[str, float]) -> RankInfo:
@@ -324,14 +263,14 @@ class RankProcess:
         return RankInfo(
             rank=self.rank,
             backends=self.selection.names(),
-            num_blocks=self.num_blocks,
+            num_blocks=self.caches.num_blocks,
             block_size=self.config.cache.block_size,
             max_model_len=self.max_model_len,
-            window_blocks=self.kv_demand.window_blocks,
+            window_blocks=self.caches.demand.window_blocks,
             memory_bytes={
                 "weights": self.weight_bytes(),
-                "kv_cache": self.num_blocks * self.block_bytes(),
-                "states": self.state_bytes(),
+                "kv_cache": self.caches.num_blocks * self.caches.block_bytes,
+                "states": self.caches.state_bytes,
                 "cuda_graphs": graph_bytes,
             },
             stage_seconds=dict(stage_seconds),
@@ -344,6 +283,6 @@ class RankProcess:
         if self.grammars is not None:
             self.grammars.close()
         self.backends, self.model, self.epoch = None, None, None
-        self.kv_caches, self.states = [], []
+        self.caches.free()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

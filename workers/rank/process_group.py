@@ -1,12 +1,18 @@
-"""Joins the ranks of one epoch: the rendezvous store and torch.distributed."""
+"""Joins the ranks of one epoch: the rendezvous store and torch.distributed.
 
+A process that reaches the store's port can join gloo's sockets, so a gather carries JSON and is signed.
+"""
+
+import hmac
+import json
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +21,12 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from workers.parallel import ParallelDims
 from workers.rank.rank_info import Rendezvous
 
-T = TypeVar("T")
-
 # The vote detects a lost rank; this timeout only bounds collectives of a group that ends.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 ATTEMPT_S = 1.0  # of one attempt to reach the store
 RETRY_S = 0.1
 CLIENT_S = 30.0  # of the store's client, once the store can be reached
+_SIGNATURE_BYTES = 32
 
 
 def host_store(host: str) -> TCPStore:
@@ -39,7 +44,8 @@ def host_store(host: str) -> TCPStore:
 def local_rendezvous() -> Iterator[Rendezvous]:
     """Yield a rendezvous for processes of this machine, open while the block runs; for benchmarks and tests."""
     store = host_store("127.0.0.1")
-    yield Rendezvous("127.0.0.1", store.port, f"local-{store.port}")
+    name = f"local-{secrets.token_hex(16)}"
+    yield Rendezvous("127.0.0.1", store.port, name, secret=secrets.token_bytes(32))
 
 
 def join(
@@ -62,6 +68,7 @@ def join(
     # torch counts each attempt and writes its keys under the number: after a join that failed, this rank would never
     # meet a new process.
     dist.distributed_c10d._world.group_count = 0
+    _signer.begin(rendezvous.secret)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=PrefixStore(rendezvous.name, store),
@@ -99,11 +106,59 @@ def _reach(rendezvous: Rendezvous, deadline: float, left: threading.Event) -> No
                 ) from None
 
 
-def gather_objects(value: T) -> list[T]:
-    """Return `value` of every rank, in rank order. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+class _Signer:
+    """Signs the parts of the gathers of one group, with a secret that its ranks alone got through Ray."""
+
+    def __init__(self) -> None:
+        self._secret = b""
+        self._gather = 0
+
+    def begin(self, secret: bytes) -> None:
+        """Begin the gathers of a group."""
+        self._secret, self._gather = secret, 0
+
+    def signed(self, rank: int, value: Any) -> bytes:
+        """Return a rank's part of the next gather."""
+        data = json.dumps(value).encode()
+        return self._signature(rank, data) + data
+
+    def opened(self, parts: list[bytes]) -> list[Any]:
+        """Return the values of the parts of this gather, in rank order. Raises SignatureError."""
+        values = []
+        for rank, part in enumerate(parts):
+            signature, data = part[:_SIGNATURE_BYTES], part[_SIGNATURE_BYTES:]
+            if not hmac.compare_digest(signature, self._signature(rank, data)):
+                raise SignatureError(
+                    f"what rank {rank} has sent is not signed by a rank of this group"
+                )
+            values.append(json.loads(data))
+        self._gather += 1
+        return values
+
+    def _signature(self, rank: int, data: bytes) -> bytes:
+        assert self._secret, "the rendezvous of this group has no secret"
+        return hmac.digest(self._secret, b"%d %d " % (self._gather, rank) + data, "sha256")
+
+
+_signer = _Signer()  # of torch's default group, of which a process has one
+
+
+class SignatureError(RuntimeError):
+    """A part of a gather comes from outside the group, or was changed on its way."""
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Return `value` of every rank, in rank order, as JSON carries it: tuples become lists. Collective."""
+    part = _signer.signed(dist.get_rank(), value)
+    ranks = range(dist.get_world_size())
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
+    dist.all_gather(sizes, torch.tensor([len(part)]))
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+    parts = [torch.empty_like(padded) for _ in ranks]
+    dist.all_gather(parts, padded)
+    pairs = zip(parts, sizes, strict=True)
+    return _signer.opened([tensor[: int(size)].numpy().tobytes() for tensor, size in pairs])
 
 
 def leave() -> None:

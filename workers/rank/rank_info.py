@@ -18,12 +18,17 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store of rank 0 through which the ranks of one epoch join, and a name that no other group uses."""
+    """The store of rank 0 through which the ranks of one epoch join.
+
+    name     that no other group uses, and that cannot be guessed: of the group's shared memory and keys in the store
+    secret   signs the gathers; a rank alone needs none
+    """
 
     host: str
     port: int
     name: str
     epoch: int = 0
+    secret: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -68,14 +73,15 @@ class Membership:
     config: RankConfig | None = None
 
 
-Activity = Literal["step", "vote", "sleep"]
+Activity = Literal["step", "vote", "capture", "sleep"]
 
 
 class Pulse(NamedTuple):
     """A step loop at one moment.
 
     step      votes that are complete
-    activity  vote = it waits for the votes of its peers; sleep = all ranks were idle
+    activity  vote = it waits for the votes of its peers; capture = it captures a CUDA graph that a step wants, or that
+              was postponed; sleep = all ranks were idle
     cpu_s     processor time of the loop's thread
     overdue   the step takes far longer than steps of its size, see Pace
     """
@@ -84,6 +90,20 @@ class Pulse(NamedTuple):
     activity: Activity
     cpu_s: float
     overdue: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """The steps of one rank.
+
+    seconds   form -> seconds of a step without the profiler
+    events    Chrome's trace format, JSON compressed by gzip
+    """
+
+    rank: int
+    all2all: str
+    seconds: dict[str, float]
+    events: bytes
 
 
 def start_stages(device: str) -> tuple[str, ...]:

@@ -1,86 +1,96 @@
-"""Runs steps of one size on a rank, whole and in ubatches, and records their spans. Collective."""
+"""Runs steps of one size on a rank, whole and in ubatches, under torch's profiler. Collective."""
 
-from collections.abc import Sequence
-from copy import copy
+import gzip
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
+from torch.autograd.profiler import profile, record_function
 
+from kernels.pending import Pending
 from workers.overlap.policy import PHASES
 from workers.rank.epoch import Epoch
+from workers.rank.rank_info import RankTrace
 from workers.runner.model_runner import ModelRunner
-from workers.step.forward_batch import ForwardBatch
-from workers.trace.recorder import Recording, SpanRecorder
-from workers.trace.spans import RankTrace, StepTrace
 
-# Recordings of whole forwards, and of forwards in ubatches.
-Found = tuple[list[Recording], list[Recording]]
+FORMS = {"whole": False, "in ubatches": True}
 
 
 def trace_step(epoch: Epoch, phase: str, num_tokens: int) -> RankTrace:
-    """Return the trace of a step of each form. The rank has passed all stages; its engine must not run then or later.
+    """Return the trace of steps of each form. The rank has passed all stages; its engine must not run then or later.
 
     phase        decode or prefill
     num_tokens   tokens of each rank
 
-    Steps that replay CUDA graphs are traced in new graphs. Raises ValueError if the limits or the cache allow no step
-    of this size.
+    Raises ValueError if the limits or the cache allow no step of this size.
     """
     assert phase in PHASES, phase
     if not epoch.started:
         epoch.start_engine(lambda ingress, outputs: None, lambda step: None)
-    engine = epoch.engine
+    engine, process = epoch.engine, epoch.process
     assert engine.runner.ubatches is not None, "overlap.mode: on"
     _check_size(epoch, phase, num_tokens)
-    timer = epoch.ubatches.timer(engine.runner, engine.scheduler, epoch.process.max_model_len)
-    unrecorded = timer(phase, num_tokens, False), timer(phase, num_tokens, True)
-    recorder = SpanRecorder(epoch.process.device)
-    # By form. Kept to the end, because a graph sets its events at each replay, also after the timer has returned.
-    found: Found = ([], [])
-    runner = _recorded(epoch, engine.runner, recorder, found)
-    timer = epoch.ubatches.timer(runner, engine.scheduler, epoch.process.max_model_len)
-    traces = []
-    try:
-        for ubatch in (False, True):
-            timer(phase, num_tokens, ubatch)
-            traces.append(_typical(found[ubatch], num_tokens))
-    finally:
-        runner.close()  # a failure would keep graphs alive beyond their communicator
-    plain, ubatched = traces
+    timer = epoch.ubatches.timer(engine.runner, engine.scheduler, process.max_model_len)
+    # Before the profile, because the first step of a size compiles kernels and captures graphs.
+    seconds = {form: timer(phase, num_tokens, ubatch) for form, ubatch in FORMS.items()}
+    device = "cuda" if process.device.type == "cuda" else None
+    # Not torch.profiler's class around it, which imports inductor for seconds.
+    with _annotated(epoch), profile(use_device=device, use_kineto=True) as profiler:
+        for form, ubatch in FORMS.items():
+            with record_function(f"{phase} of {num_tokens} tokens, {form}"):
+                timer(phase, num_tokens, ubatch)
     return RankTrace(
-        rank=epoch.process.rank,
-        num_tokens=num_tokens,
+        rank=process.rank,
         all2all=epoch.backends.all2all.name,
-        plain=plain,
-        ubatched=ubatched,
-        unrecorded=unrecorded,
+        seconds=seconds,
+        events=_events(profiler),
     )
 
 
-def _recorded(
-    epoch: Epoch, runner: ModelRunner, recorder: SpanRecorder, found: Found
-) -> ModelRunner:
-    """Return another runner over the same sequences; each of its forwards adds a recording to `found`."""
-    assert runner.ubatches is not None
-    whole = epoch.model.with_backends(recorder.record(epoch.backends, 0))
-    recorded = copy(runner)
-    recorded.model = _followed(whole, recorder, found[False])
-    recorded.ubatches = _followed(runner.ubatches.recorded(recorder), recorder, found[True])
-    if runner.graphs is not None:
-        runner.graphs.discard(runner.graphs.captured())
-        recorded.make_graphs(runner.graphs.sizes)
-    return recorded
+@contextmanager
+def annotated(owner: Any, method: str, name: str) -> Iterator[None]:
+    """Give each call of `owner.method` a range of this name in a profile while the block runs."""
+    inherited = method not in vars(owner)
+    original = getattr(owner, method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with record_function(name):
+            return original(*args, **kwargs)
+
+    setattr(owner, method, call)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, method)
+        else:
+            setattr(owner, method, original)
 
 
-def _typical(recordings: Sequence[Recording], num_tokens: int) -> StepTrace:
-    """Return the last replay of the last graph, or without graphs the step of this size of median length."""
-    for recording in reversed(recordings):
-        # A graph of a form that these batches do not replay has no times.
-        if recording.captured and recording.num_rows >= num_tokens and recording.happened():
-            return recording.trace()
-    traces = [one.trace() for one in recordings if one.num_rows == num_tokens]
-    # Lower median: the first step of a size is slow.
-    return sorted(traces, key=lambda trace: trace.seconds)[(len(traces) - 1) // 2]
+@contextmanager
+def _annotated(epoch: Epoch) -> Iterator[None]:
+    """Name launches, the all-to-alls of each ubatch and the waits for them in a profile while the block runs."""
+    ubatches = epoch.engine.runner.ubatches
+    assert ubatches is not None
+    suffixes = {epoch.backends.all2all: ""}
+    for index, own in enumerate(ubatches.backends):
+        suffixes.setdefault(own.all2all, f" of ubatch {index}")  # some share one with whole steps
+    with ExitStack() as stack:
+        stack.enter_context(annotated(ModelRunner, "launch", "launch"))
+        stack.enter_context(annotated(Pending, "result", "wait for an all-to-all"))
+        for all2all, suffix in suffixes.items():
+            for method in ("dispatch", "combine"):
+                stack.enter_context(annotated(all2all, method, method + suffix))
+        yield
+
+
+def _events(profiler: profile) -> bytes:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))  # type: ignore[no-untyped-call]
+        return gzip.compress(path.read_bytes())
 
 
 def _check_size(epoch: Epoch, phase: str, num_tokens: int) -> None:
@@ -91,17 +101,3 @@ def _check_size(epoch: Epoch, phase: str, num_tokens: int) -> None:
             f"--tokens: a {phase} step has {smallest} to {largest} tokens with this configuration, got {num_tokens}; "
             "scheduler.max_num_batched_tokens, scheduler.max_num_seqs and the cache bound it"
         )
-
-
-def _followed(model: Any, recorder: SpanRecorder, found: list[Recording]) -> Any:
-    """Return `model`; each of its forwards now adds a recording to `found`."""
-    forward = model.forward
-
-    def recording(batch: ForwardBatch) -> torch.Tensor:
-        recorder.start(len(batch.input_ids))
-        hidden_TD: torch.Tensor = forward(batch)
-        found.append(recorder.stop())
-        return hidden_TD
-
-    model.forward = recording
-    return model

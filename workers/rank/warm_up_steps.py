@@ -105,7 +105,7 @@ class WarmUpSteps:
                     params=params,
                 )
             )
-        with scheduler.prefixes.off():
+        with scheduler.cache.off():
             while scheduler.has_work:
                 batch = scheduler.schedule()
                 num_rows = batch.num_tokens

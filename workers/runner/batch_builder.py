@@ -5,18 +5,20 @@ All integers of a forward lie in one host array, so that one copy from pinned me
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
 
 from kernels.attention.batch import Axis
+from workers.kv_cache.manager import KVCacheManager
 from workers.step.forward_batch import ForwardBatch, resolve_pending
 from workers.step.scheduled_batch import ScheduledBatch
-from workers.step.sequence import SequenceTable
+from workers.step.sequence import InputBatch
 
-OF_WINDOWS = ("window_block_table", "window_slot_mapping")
-OF_STATES = ("state_slots",)
+# Fields of layers that a model may lack.
+OPTIONAL = frozenset(field.name for field in fields(ForwardBatch) if field.default is None)
 _ALIGNMENT = 16  # integers; kernels are compiled anew for fields that are not aligned
 
 
@@ -88,7 +90,8 @@ class ForwardBatchBuilder:
 
     def __init__(
         self,
-        table: SequenceTable,
+        table: InputBatch,
+        cache: KVCacheManager,
         max_num_tokens: int,
         max_num_seqs: int,
         device: torch.device,
@@ -96,18 +99,15 @@ class ForwardBatchBuilder:
         last_tokens: torch.Tensor | None = None,
     ):
         self.last_tokens = last_tokens
-        self._table = table
+        self._table, self._cache = table, cache
         largest: dict[Axis, int] = {
             "row": max_num_tokens,
             "token": max_num_tokens,
             "seq": max_num_seqs,
-            "sample": max_num_seqs,
-            "block": table.block_table.shape[1],
+            "logits": max_num_tokens,
+            "block": cache.max_blocks,
         }
-        omitted = (() if table.window_table is not None else OF_WINDOWS) + (
-            () if table.states else OF_STATES
-        )
-        self._staging = _Staging(ForwardBatch, largest, device, omitted)
+        self._staging = _Staging(ForwardBatch, largest, device, OPTIONAL - cache.batch_fields)
 
     def build(self, batch: ScheduledBatch, num_rows: int, *, graph: bool = False) -> ForwardBatch:
         """Return the tensors of `batch`, padded to `num_rows` rows.
@@ -118,35 +118,24 @@ class ForwardBatchBuilder:
         num_seqs, num_tokens = len(batch.seqs), batch.num_tokens
         assert num_tokens <= num_rows, f"{num_tokens} tokens do not fit in {num_rows} rows"
         rows, num_new = table.rows_of(batch.seqs), batch.num_new_tokens
-        starts = table.num_computed[rows]
+        starts = table.num_computed_tokens[rows]
         query_start_loc = np.zeros(num_seqs + 1, dtype=np.int32)
         np.cumsum(num_new, out=query_start_loc[1:])
 
         row_of_token, positions = _spread(batch, rows, starts, query_start_loc)
-        blocks, offsets = np.divmod(positions, table.block_size)
         ends = starts + num_new
         seq_lens = ends.astype(np.int32)
-        max_blocks = -(-int(seq_lens.max(initial=1)) // table.block_size)
-        sampling_rows = rows[batch.samples]
+        max_len = int(seq_lens.max(initial=1))
+        sampling_rows = rows[batch.logits_seqs]
 
-        further: dict[str, np.ndarray] = {}
-        if table.states:
-            further["state_slots"] = rows + 1
-        if table.window_table is not None:
-            slots = table.window_table[row_of_token, blocks] * table.block_size + offsets
-            further["window_slot_mapping"] = slots
-            further["window_block_table"] = table.window_table[rows, :max_blocks]
         device: dict[str, Any] = self._staging.ship(
             num_rows,
-            further
+            self._cache.fields(rows, row_of_token, positions, max_len)
             | {
                 "num_token_non_padded": np.array([num_tokens]),
                 "input_ids": table.token_ids[row_of_token, positions],
                 "positions": positions,
-                "slot_mapping": table.block_table[row_of_token, blocks] * table.block_size
-                + offsets,
-                "block_table": table.block_table[rows, :max_blocks],
-                "logits_indices": query_start_loc[1:][batch.samples] - 1,
+                "logits_indices": query_start_loc[batch.logits_seqs + 1] - 1 - batch.logits_behind,
                 "sampling_rows": sampling_rows,
             },
         )
@@ -157,11 +146,11 @@ class ForwardBatchBuilder:
         return ForwardBatch(
             num_tokens=num_tokens,
             num_seqs=num_seqs,
-            num_decodes=batch.num_decodes,
+            num_single_rows=batch.num_single_rows,
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=seq_lens,
             sampling_rows_cpu=sampling_rows,
-            sampling_positions_cpu=ends[batch.samples],
+            sampling_positions_cpu=ends[batch.logits_seqs] - batch.logits_behind,
             **device,
         )
 
@@ -170,7 +159,7 @@ def _spread(
     batch: ScheduledBatch, rows: np.ndarray, starts: np.ndarray, query_start_loc: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return table row and position of each token, from each sequence's row and number of computed tokens."""
-    if batch.num_decodes == len(rows):
+    if batch.num_single_rows == len(rows):
         return rows, starts
     num_new = batch.num_new_tokens
     before = np.repeat(starts - query_start_loc[:-1], num_new)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from kernels.attention.base import GraphForm
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-_IDLE = ScheduledBatch([], np.zeros(0, np.int64), 0, 0, np.zeros(0, bool), [])
+_IDLE = ScheduledBatch.of([])
 
 
 @cache
@@ -56,7 +55,7 @@ class ForwardGraph:
     offs_Le: torch.Tensor | None
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """Return float32 logits of the rows that sample; None if no row does or the graph has no logits."""
+        """Return the float32 logits of batch.logits_indices; None without any or if the graph has no logits."""
         if self.logits_TV is None or not len(batch.logits_indices):
             return None
         if len(batch.logits_indices) == batch.num_tokens:
@@ -72,6 +71,7 @@ class StepGraphs:
     ubatches    runs the model for the graphs of steps in ubatches
     on_demand   `provide` captures the largest graphs alone; a step that needs another graph, or an idle group,
                 captures it
+    capturing   whether `require` captures now
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class StepGraphs:
         on_demand: bool = False,
     ):
         self.sizes, self.on_demand = sizes, on_demand
+        self.capturing = False
         self._model, self._ubatches = model, ubatches
         self._whole = GraphPlanner.of(backends)
         self._expert_load = backends.expert_load
@@ -134,9 +135,9 @@ class StepGraphs:
         if key not in self._postponed:
             return
         watching = self._expert_load.watching
-        started = time.perf_counter()
+        started, self.capturing = time.perf_counter(), True
         self._capture_all([key])
-        self._expert_load.watching = watching
+        self._expert_load.watching, self.capturing = watching, False
         spent = time.perf_counter() - started
         logger.debug("captured %s in %.2f s, %d are left", key, spent, len(self._postponed))
 
@@ -205,6 +206,7 @@ class StepGraphs:
     def plan(self, batch: ForwardBatch, key: GraphKey) -> ForwardGraph:
         """Plan attention for a replay; the batch was built with `key.rows` rows. Returns the graph to replay."""
         planner, prompts = self._planner(key), key.mode == GraphMode.MIXED
+        assert prompts or batch.forward_mode.is_decode_or_idle(), f"{key} takes one row a sequence"
         form = planner.form(batch, key.rows, prompts=prompts)
         graph = self._graphs.get((key, form))
         assert graph is not None, f"a step replays {key}, which was not captured"

@@ -65,9 +65,9 @@ class GraphSizes:
 
     def vote(self, forward_mode: ForwardMode, num_tokens: int) -> dict[str, int]:
         """Return `decode_rows` and `mixed_rows` of a rank's Vote."""
-        decodes = forward_mode in (ForwardMode.IDLE, ForwardMode.DECODE)
+        single_rows = forward_mode.is_decode_or_idle()
         return {
-            "decode_rows": _smallest(self.decode, num_tokens) if decodes else 0,
+            "decode_rows": _smallest(self.decode, num_tokens) if single_rows else 0,
             "mixed_rows": _smallest(self.mixed, num_tokens),
         }
 

@@ -10,6 +10,7 @@ from kernels.backends.select import Backends
 from kernels.host.host_copy import HostCopies, StepClock
 from kernels.pending import Pending
 from kernels.routing.expert_load import LoadSample
+from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_snapshots import independent
 from workers.models.decoder import DecoderLM
 from workers.runner.batch_builder import ForwardBatchBuilder
@@ -20,18 +21,18 @@ from workers.sampling.logprobs import PromptLogprobs
 from workers.sampling.sampler import SampledTokens, Sampler
 from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import ScheduledBatch
-from workers.step.sequence import SequenceTable
+from workers.step.sequence import InputBatch
 from workers.step.step_output import RunTimes, StepOutput
 from workers.step.step_sync import StepPlan
 from workers.ubatch.wrapper import UBatchWrapper
 
-# hidden_TD; float32 logits_LV of the sequences that sample, if any do; offs_Le in steps that read the expert load.
+# hidden_TD; float32 logits_LV, if any row gives logits; offs_Le in steps that read the expert load.
 Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 _NO_TOKENS = SampledTokens(torch.empty(0, dtype=torch.int64), [])
 
 
 class ModelRunner:
-    """Runs the model over the sequences of a SequenceTable; the attention holds their KV caches.
+    """Runs the model over the sequences of an InputBatch; the attention holds their KV caches.
 
     asynchronous   the next step may be launched before this step's tokens are read; they are kept on the device too
     ubatches       the same model in ubatches, for plans with `ubatch`
@@ -42,7 +43,8 @@ class ModelRunner:
         self,
         model: DecoderLM,
         backends: Backends,
-        table: SequenceTable,
+        table: InputBatch,
+        cache: KVCacheManager,
         *,
         rank: int,
         max_num_tokens: int,
@@ -56,7 +58,7 @@ class ModelRunner:
         self.ubatches = ubatches
         self.asynchronous = asynchronous
         self._backends = backends
-        self._max_num_seqs, self._max_blocks = max_num_seqs, table.block_table.shape[1]
+        self._max_num_seqs, self._max_blocks = max_num_seqs, cache.max_blocks
         self.graphs: StepGraphs | None = None
         self._attention = backends.attention
         self._linear_attention = backends.linear_attention
@@ -75,7 +77,7 @@ class ModelRunner:
         if asynchronous:
             self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._builder = ForwardBatchBuilder(
-            table, max_num_tokens, max_num_seqs, device, last_tokens=self._last_tokens
+            table, cache, max_num_tokens, max_num_seqs, device, last_tokens=self._last_tokens
         )
 
     @torch.inference_mode()
@@ -122,7 +124,7 @@ class ModelRunner:
         sampled = _NO_TOKENS if logits_LV is None else self._sample(logits_LV, batch, mask)
         # A step that completes a prompt also samples its first token.
         prompts = self._prompt_logprobs.collect(
-            scheduled.seqs, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
+            scheduled.parts, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
         )
         clock.mark()
 
@@ -134,11 +136,12 @@ class ModelRunner:
 
         def read() -> StepOutput:
             copy.wait()
-            return StepOutput(
+            return StepOutput.of(
+                scheduled,
                 *sampled.lists(),
-                {name: parts.lists() for name, parts in prompts.items()} or None,
-                RunTimes(prepare, *clock.seconds()),
-                None if offs_Le is None else LoadSample.of(offs_Le),
+                prompt_logprobs={name: parts.lists() for name, parts in prompts.items()} or None,
+                times=RunTimes(prepare, *clock.seconds()),
+                expert_load=None if offs_Le is None else LoadSample.of(offs_Le),
             )
 
         return Pending(read)
@@ -167,6 +170,11 @@ class ModelRunner:
             on_demand=on_demand,
         )
         return self.graphs
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a graph is captured on demand now. From any thread."""
+        return self.graphs is not None and self.graphs.capturing
 
     def capture_next(self) -> bool:
         """Capture a postponed graph; return False if none is left. Collective: call it when all ranks are idle."""
@@ -231,7 +239,7 @@ class ModelRunner:
         return graph.hidden_TD, logits_LV, offs_Le
 
     def _logits(self, hidden_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
-        """Return float32 logits of the rows that sample; None if no row does."""
+        """Return the float32 logits of batch.logits_indices; None without any."""
         if not len(batch.logits_indices):
             return None
         return self.model.compute_logits(hidden_TD[batch.logits_indices])
@@ -244,14 +252,15 @@ class ModelRunner:
             logits_LV, batch.sampling_rows_cpu, batch.sampling_positions_cpu, allowed
         )
         if self._last_tokens is not None:
-            # Tokens that follow an invalid token are discarded with it.
+            # Tokens that follow an invalid token are discarded with it. Of the draws of a sequence with drafts any one
+            # stays here, because its next step waits until the host has its last token.
             self._last_tokens.index_copy_(0, batch.sampling_rows, sampled.token_B.clamp(min=0))
         return sampled
 
     def _start_mask(self, scheduled: ScheduledBatch) -> PendingBitmask | None:
-        """Start to compute the grammar masks of the sequences that sample, in the order of their logits."""
-        pairs = zip(scheduled.seqs, scheduled.samples.tolist(), strict=True)
-        return self._masks.start(seq.grammar for seq, samples in pairs if samples)
+        """Start to compute the grammar masks of the rows with logits."""
+        seqs = scheduled.seqs
+        return self._masks.start(seqs[index].grammar for index in scheduled.logits_seqs.tolist())
 
 
 def _failed(error: Exception) -> Pending[StepOutput]:

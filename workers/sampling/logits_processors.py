@@ -14,7 +14,7 @@ import torch
 
 from kernels.host.host_copy import to_device
 from workers.sampling.bad_words import BadWords, BadWordsTable
-from workers.sampling.penalties import PenalisedRows, Penalties, has_penalties
+from workers.sampling.penalties import PenalisedRows, Penalties
 from workers.sampling.token_bitmask import FORBIDDEN, TokenBitmask, pack_tokens
 from workers.wire.request import SamplingParams
 
@@ -82,7 +82,7 @@ class LogitsProcessors:
         used = (
             bool(params.min_tokens or params.logit_bias or params.bad_words_ids)
             or params.allowed_token_ids is not None
-            or has_penalties(params)
+            or params.has_penalties
         )
         if not used and slot not in self._used:
             return
@@ -101,7 +101,7 @@ class LogitsProcessors:
     def needs_last_token(self, params: SamplingParams) -> bool:
         """Return whether `apply` reads the last token of a sequence with these parameters on the host."""
         reads_words = any(len(word) > 1 for word in params.bad_words_ids)
-        return reads_words or (self._on_host and has_penalties(params))
+        return reads_words or (self._on_host and params.has_penalties)
 
     def batch(self, slots_B: np.ndarray) -> BatchProcessors | None:
         """Return the processors of a batch with rows in `slots_B`; None if there are none."""

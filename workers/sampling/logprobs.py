@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kernels.host.host_copy import to_device
-from workers.step.sequence import Sequence
+from workers.step.sequence import PROMPT, ScheduledSequence, Sequence
 from workers.wire.request import TokenLogprobs
 
 # From hidden states [N, D] to logits float32 [N, V].
@@ -111,12 +111,12 @@ class PromptLogprobs:
         """
         self._unfinished.pop(seq.row, None)
         if seq.request.params.prompt_logprobs is not None and not seq.num_output_tokens:
-            assert seq.num_computed == 0, "cached tokens have no logits"
+            assert seq.num_computed_tokens == 0, "cached tokens have no logits"
             self._unfinished[seq.row] = PromptParts([])
 
     def collect(
         self,
-        seqs: list[Sequence],
+        parts: list[ScheduledSequence],
         query_start_loc: np.ndarray,
         hidden_TD: torch.Tensor,
         compute_logits: ComputeLogits,
@@ -128,12 +128,14 @@ class PromptLogprobs:
         if not self._unfinished:
             return None
         complete: CompletePrompts = {}
-        for index, seq in enumerate(seqs):
+        for index, part in enumerate(parts):
+            seq = part.seq
             found = self._unfinished.get(seq.row)
             if found is None:
                 continue
-            assert seq.num_computed == found.num_targets, (
-                f"{seq.num_computed=}, {found.num_targets=}"
+            assert part.kind is PROMPT, f"{part.kind=}"
+            assert seq.num_computed_tokens == found.num_targets, (
+                f"{seq.num_computed_tokens=}, {found.num_targets=}"
             )
             first, last = query_start_loc[index : index + 2]
             prompt = seq.request.prompt_token_ids
@@ -143,7 +145,7 @@ class PromptLogprobs:
             assert num_top is not None, "admit keeps only sequences that report their prompt"
             found.parts += _of_targets(targets, num_top, hidden_TD[first:last], compute_logits)
             found.num_targets += len(targets)
-            if seq.num_computed + last - first == len(prompt):  # this step samples
+            if part.num_logits:  # of the last token of the prompt
                 complete[seq.request.request_id] = self._unfinished.pop(seq.row)
         return complete or None
 

@@ -16,13 +16,6 @@ from kernels.host.host_copy import to_device
 from workers.wire.request import SamplingParams
 
 
-def has_penalties(params: SamplingParams) -> bool:
-    """Return whether any of the three penalties has an effect."""
-    return bool(
-        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    )
-
-
 @dataclass(frozen=True)
 class PenalisedRows:
     """The P rows of a batch that have penalties.
@@ -55,7 +48,7 @@ class Penalties:
     ) -> None:
         """A sequence with the output so far moves into `slot`."""
         self._values.pop(slot, None)
-        if not has_penalties(params):
+        if not params.has_penalties:
             return
         self._values[slot] = (
             params.presence_penalty,

@@ -15,7 +15,7 @@ from workers.sampling.logits_processors import LogitsProcessors
 from workers.sampling.logprobs import LogprobTensors, ToHost, token_logprobs
 from workers.sampling.token_bitmask import TokenBitmask
 from workers.sampling.token_sampling import SamplingTable, sample_tokens
-from workers.step.sequence import Sequence, SequenceTable
+from workers.step.sequence import InputBatch, Sequence
 from workers.wire.request import TokenLogprobs
 
 
@@ -47,11 +47,9 @@ class SampledTokens:
 
 
 class Sampler:
-    """Parameters and state of the running sequences by slot: their row in the SequenceTable."""
+    """Parameters and state of the running sequences by slot: their row in the InputBatch."""
 
-    def __init__(
-        self, table: SequenceTable, max_num_seqs: int, vocab_size: int, device: torch.device
-    ):
+    def __init__(self, table: InputBatch, max_num_seqs: int, vocab_size: int, device: torch.device):
         self._table = table
         self._device = device
         self._sampling = SamplingTable(max_num_seqs)
@@ -78,7 +76,8 @@ class Sampler:
     ) -> SampledTokens:
         """Draw a token for each row, and compute the log-probabilities of rows that want them.
 
-        The float32 logits are overwritten. positions_B int64: position of each new token. Does not wait for the device.
+        The float32 logits are overwritten. A slot comes once for each of its rows. positions_B int64: position of each
+        new token. Does not wait for the device.
         """
         num_logprobs = self._num_logprobs_of(slots_B)
         rows_N = to_device(np.array(list(num_logprobs)), self._device) if num_logprobs else None

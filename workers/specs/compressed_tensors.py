@@ -1,7 +1,8 @@
-"""Reads the `quantization_config` of compressed-tensors checkpoints: FP8 weights, in groups of modules.
+"""Reads the `quantization_config` of compressed-tensors checkpoints: FP8 or four bits, in groups of modules.
 
-A group has targets, and its weights one scale a tensor, a row ("channel") or a block of 128 x 128. Activations are not
-quantised as the checkpoint proposes: products run in 16 bits or more, or with scales computed from the activations.
+A group has targets. Weights in FP8 have one scale a tensor, a row ("channel") or a block of 128 x 128; weights in four
+bits have one for each group of a row's values. Activations are not quantised as the checkpoint proposes: products run
+in 16 bits or more, or with scales computed from the activations.
 Knows nothing of tensors.
 """
 
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from kernels.four_bit_format import GROUPS, FourBitFormat
+from workers.specs.four_bit import FourBitForm, Packing
 from workers.specs.weight_map import Fp8Form, Scaling
 
 PATTERN = "re:"  # begins a regular expression in the place of a name
@@ -21,9 +24,10 @@ STRATEGIES = {
     "channel": Scaling.CHANNEL,
     "block": Scaling.BLOCK,
 }
+FP8_FORMATS = (None, "float-quantized", "naive-quantized", "mixed-precision")
 # Supported values; None stands for null and for a missing field.
 FIELDS: dict[str, tuple[Any, ...]] = {
-    "format": (None, "float-quantized", "naive-quantized"),
+    "format": (*FP8_FORMATS, "pack-quantized"),
     "quantization_status": (None, "compressed", "frozen"),
     "kv_cache_scheme": (None,),
     "sparsity_config": (None, {}),
@@ -40,6 +44,18 @@ WEIGHT_FIELDS: dict[str, tuple[Any, ...]] = {
     "group_size": (None,),
     "strategy": tuple(STRATEGIES),
 }
+FOUR_BIT_FIELDS: dict[str, tuple[Any, ...]] = {
+    "num_bits": (4,),
+    "type": ("int",),
+    "symmetric": (True, False),
+    "dynamic": (None, False),
+    "strategy": ("group",),
+    "group_size": GROUPS,
+    "block_structure": (None,),
+    "actorder": (None, False, True, "group", "dynamic", "weight", "static"),
+}
+OBSERVERS = ("block_structure", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+ORDERED = (True, "group", "dynamic")  # values of actorder that give each matrix an order of columns
 
 
 @dataclass(frozen=True)
@@ -47,12 +63,12 @@ class Group:
     """Modules that `targets` names, stored in one form."""
 
     targets: tuple[str, ...]
-    form: Fp8Form
+    form: Fp8Form | FourBitForm
 
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """FP8 in groups. `ignored`: names or patterns of modules without.
+    """Groups of modules. `ignored`: names or patterns of modules that are not quantised.
 
     The first group that names a module decides, before groups of all projections.
     """
@@ -68,7 +84,7 @@ class CompressedTensors:
     def _ignored_patterns(self) -> list[str]:
         return [name for name in self.ignored if name.startswith(PATTERN)]
 
-    def form(self, tensor: str) -> Fp8Form | None:
+    def form(self, tensor: str) -> Fp8Form | FourBitForm | None:
         """Return how the projection of this name is stored, None if no group has its module."""
         module = tensor.rsplit(".", 1)[0]
         if module in self._ignored_names:  # lists of releases have hundreds of names
@@ -93,26 +109,49 @@ def parse_compressed_tensors(
         )
         given = {}
     groups = tuple(
-        _parse_group(group, f"{key}.config_groups.{name}", problems)
+        _parse_group(group, f"{key}.config_groups.{name}", found.get("format"), problems)
         for name, group in given.items()
     )
     return CompressedTensors(groups, _patterns(found, "ignore", key, problems))
 
 
-def _parse_group(group: Any, key: str, problems: list[str]) -> Group:
+def _parse_group(group: Any, key: str, form: Any, problems: list[str]) -> Group:
+    """Return a group; `form` is the format of groups without their own."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         problems.append(f"{key}.weights is {weights!r}; expected an object")
         return Group((), Fp8Form(Scaling.TENSOR, SUFFIX))
     _check(group, {"output_activations": (None,), "format": FIELDS["format"]}, key, problems)
-    observers = ("block_structure", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-    _check(weights, WEIGHT_FIELDS, f"{key}.weights", problems, ignored=observers)
+    targets = _patterns(group, "targets", key, problems)
+    own = form if group.get("format") is None else group["format"]
+    if weights.get("num_bits") == 4:
+        return Group(targets, _parse_four_bit(weights, key, own, problems))
+    _check({"format": own}, {"format": FP8_FORMATS}, key, problems)
+    _check(weights, WEIGHT_FIELDS, f"{key}.weights", problems, ignored=OBSERVERS)
     scaling = STRATEGIES.get(str(weights.get("strategy")), Scaling.TENSOR)
     blocks = (None,) if scaling != Scaling.BLOCK else ([128, 128], "128x128")
     _check(weights, {"block_structure": blocks}, f"{key}.weights", problems, closed=False)
     inputs = group.get("input_activations")
     static = isinstance(inputs, Mapping) and inputs.get("dynamic") is False
-    return Group(_patterns(group, "targets", key, problems), Fp8Form(scaling, SUFFIX, static))
+    return Group(targets, Fp8Form(scaling, SUFFIX, static))
+
+
+def _parse_four_bit(
+    weights: Mapping[str, Any], key: str, form: Any, problems: list[str]
+) -> FourBitForm:
+    _check(weights, FOUR_BIT_FIELDS, f"{key}.weights", problems, ignored=OBSERVERS)
+    if form != Packing.COMPRESSED:
+        problems.append(f"{key} has 4 bits in the format {form!r}; supported: {Packing.COMPRESSED}")
+    group, ordered = weights.get("group_size"), weights.get("actorder") in ORDERED
+    return FourBitForm(
+        Packing.COMPRESSED,
+        FourBitFormat(
+            "int4",
+            group if group in GROUPS else GROUPS[0],
+            weights.get("symmetric") is False,
+            ordered,
+        ),
+    )
 
 
 def _check(

@@ -13,8 +13,9 @@ from functools import lru_cache
 from typing import ClassVar, Literal
 
 from kernels.activation import Activation
-from kernels.interface.attention_spec import AttentionSpec, LatentDims
+from kernels.interface.attention_spec import AttentionSpec, MlaDims
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
+from workers.specs.four_bit import FourBitForm
 from workers.specs.quantization import Quantization
 from workers.specs.weight_map import QUANTISABLE, WeightEntry
 
@@ -23,7 +24,7 @@ WeightEntries = Callable[["ModelConfig"], Iterator[WeightEntry]]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16", "float16")
 QkNorm = Literal["head", "full"]
-ScoreFunction = Literal["softmax", "sigmoid"]
+ScoringFunc = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
 
 
@@ -127,7 +128,7 @@ class GqaSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentSpec:
+class MlaSpec:
     """Multi-head latent attention (MLA) of one layer; `dims` has the sizes of its heads.
 
     q_rank       q comes from a normed latent of this many values too; None: from the hidden state
@@ -136,12 +137,12 @@ class LatentSpec:
     latent_eps   of the norms of both latents, which may differ from the norms of the layer
     """
 
-    block: ClassVar[str] = "workers.layers.latent_attention:LatentAttentionBlock"
-    weights: ClassVar[str] = "workers.models.attention_weights:latent_weights"
+    block: ClassVar[str] = "workers.layers.mla:MlaBlock"
+    weights: ClassVar[str] = "workers.models.attention_weights:mla_weights"
     cache: ClassVar[Literal["kv"]] = "kv"
 
     num_heads: int
-    dims: LatentDims
+    dims: MlaDims
     q_rank: int | None
     scale: float
     rope: RopeSpec
@@ -188,15 +189,15 @@ class LatentSpec:
     @property
     def kernel_spec(self) -> AttentionSpec:
         """The spec of this layer for the attention kernels."""
-        return AttentionSpec(self.num_heads, 1, self.head_dim, self.scale, latent=self.dims)
+        return AttentionSpec(self.num_heads, 1, self.head_dim, self.scale, mla=self.dims)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaNetSpec:
+class GdnSpec:
     """Gated delta net of one layer: linear attention with a state of constant size a sequence."""
 
-    block: ClassVar[str] = "workers.layers.delta_net:DeltaNetBlock"
-    weights: ClassVar[str] = "workers.models.delta_net_weights:delta_net_weights"
+    block: ClassVar[str] = "workers.layers.gdn:GdnBlock"
+    weights: ClassVar[str] = "workers.models.gdn_weights:gdn_weights"
     cache: ClassVar[Literal["state"]] = "state"
 
     kernel_spec: LinearAttentionSpec
@@ -210,13 +211,13 @@ class DeltaNetSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSpec:
-    """Dense gated MLP: down(activation(gate(x)) * up(x)), `width` values between."""
+    """Dense gated MLP: down(activation(gate(x)) * up(x)), `intermediate_size` values between."""
 
     block: ClassVar[str] = "workers.layers.mlp:MlpBlock"
     weights: ClassVar[str] = "workers.models.mlp_weights:mlp_weights"
     has_experts: ClassVar[bool] = False
 
-    width: int
+    intermediate_size: int
     activation: Activation
 
 
@@ -224,42 +225,42 @@ class MlpSpec:
 class RouterSpec:
     """Choice of `top_k` experts by the score of their logits, and their weights.
 
-    renormalise   divide the weights of a token by their sum
-    scaling       factor on the weights, applied here and nowhere else
+    norm_topk_prob   divide the weights of a token by their sum
+    routed_scaling_factor   factor on the weights, applied here and nowhere else
     bias          each expert has a bias on its score, for the choice alone: weights come from the scores without it
     logit_bias    each expert has a bias on its logit, for choice and weights
-    num_groups    groups of neighbouring experts, of which the `top_groups` best are open to the choice
+    num_groups    groups of neighbouring experts, of which the `topk_group` best are open to the choice
     group_score   score of a group: of its best expert, or the sum of its two best
     """
 
     top_k: int
-    renormalise: bool
-    score: ScoreFunction = "softmax"
-    scaling: float = 1.0
+    norm_topk_prob: bool
+    scoring_func: ScoringFunc = "softmax"
+    routed_scaling_factor: float = 1.0
     bias: bool = False
     logit_bias: bool = False
     num_groups: int = 1
-    top_groups: int = 1
+    topk_group: int = 1
     group_score: GroupScore = "max"
 
     @property
     def plain(self) -> bool:
         """Whether the best scores alone decide: no bias and no closed groups."""
-        return not self.bias and self.top_groups == self.num_groups
+        return not self.bias and self.topk_group == self.num_groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertSpec:
     """Dense MLP beside the routed experts. `gated`: its output is multiplied by sigmoid(x @ gate)."""
 
-    width: int
+    intermediate_size: int
     activation: Activation
     gated: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec:
-    """Routed experts, each a gated MLP of `width`, and maybe a shared expert beside them.
+    """Routed experts, each a gated MLP of `intermediate_size`, and maybe a shared expert beside them.
 
     bias   both products of an expert have biases
     """
@@ -269,7 +270,7 @@ class MoeSpec:
     has_experts: ClassVar[bool] = True
 
     num_experts: int
-    width: int
+    intermediate_size: int
     activation: Activation
     router: RouterSpec
     shared: SharedExpertSpec | None = None
@@ -280,7 +281,7 @@ class MoeSpec:
 class LayerSpec:
     """One decoder layer: attention, then an MLP or experts, each behind a norm and added to the residual."""
 
-    attention: GqaSpec | LatentSpec | DeltaNetSpec
+    attention: GqaSpec | MlaSpec | GdnSpec
     mlp: MlpSpec | MoeSpec
 
 
@@ -293,7 +294,7 @@ class ModelConfig:
     skipped   beginnings of the names of tensors that are not read, as those of multi-token prediction
     embedding_factor, logits_factor   on the embeddings and on the logits, for families that have such factors
     renamed   parts of names of tensors as transformers saves them in its own layout, and as the weight map has them
-    mxfp4     the checkpoint holds the experts in MXFP4
+    stacked_form   how the checkpoint packs tensors that hold all experts in four bits; None: it does not
     norm_offset   added to the weights of norms, for families that store their distance from it
     skipped_parts   parts of the checkpoint that are not served, in words, as its vision tower
     """
@@ -314,7 +315,7 @@ class ModelConfig:
     renamed: tuple[tuple[str, str], ...] = ()
     embedding_factor: float = 1.0
     logits_factor: float = 1.0
-    mxfp4: bool = False
+    stacked_form: FourBitForm | None = None
     norm_offset: float = 0.0
     skipped_parts: tuple[str, ...] = ()
 
@@ -353,7 +354,7 @@ class ModelConfig:
         return max((window for window in self.windows if window is not None), default=None)
 
     @property
-    def attention(self) -> GqaSpec | LatentSpec | None:
+    def attention(self) -> GqaSpec | MlaSpec | None:
         """That of the first layer with KV blocks, None without such layers. They differ in their windows alone."""
         for layer in self.layers:
             if layer.attention.cache == "kv":
@@ -379,6 +380,12 @@ def weight_map(config: ModelConfig) -> tuple[WeightEntry, ...]:
     if quantization is None:
         return tuple(entries)
     return tuple(
-        entry._replace(fp8=quantization.form(entry.name)) if entry.kind in QUANTISABLE else entry
-        for entry in entries
+        _stored(entry, quantization) if entry.kind in QUANTISABLE else entry for entry in entries
     )
+
+
+def _stored(entry: WeightEntry, quantization: Quantization) -> WeightEntry:
+    form = quantization.form(entry.name)
+    if isinstance(form, FourBitForm):
+        return entry._replace(four_bit=form)
+    return entry._replace(fp8=form)

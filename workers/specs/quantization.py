@@ -1,15 +1,18 @@
-"""Reads config.json's `quantization_config`: FP8 weights with one scale a block, a row or a tensor.
+"""Reads config.json's `quantization_config`: weights in FP8 or in four bits.
 
 `quant_method: fp8` is the format of DeepSeek's and Qwen3's releases (blocks) and of older FP8 releases (one scale a
-tensor); `workers.specs.compressed_tensors` reads `quant_method: compressed-tensors`. Knows nothing of tensors.
+tensor). `workers.specs.compressed_tensors` reads `compressed-tensors`, `workers.specs.gptq_awq` reads `gptq` and `awq`.
+Knows nothing of tensors.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from workers.specs.compressed_tensors import CompressedTensors, parse_compressed_tensors
+from workers.specs.compressed_tensors import parse_compressed_tensors
+from workers.specs.four_bit import FourBitForm
+from workers.specs.gptq_awq import parse_awq, parse_gptq
 from workers.specs.weight_map import Fp8Form, Scaling, mapped_name
 
 SCALE_SUFFIX = "_scale_inv"  # of blocks; other scales end in "_scale"
@@ -27,12 +30,18 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "modules_to_convert": (None, []),
 }
 SKIPPED = ("modules_to_not_convert", "ignored_layers")
+# The parsers of other methods; complaints begin with the given key.
+PARSERS: dict[Any, Callable[[Mapping[str, Any], str, list[str]], "Quantization"]] = {
+    "compressed-tensors": parse_compressed_tensors,
+    "gptq": parse_gptq,
+    "awq": parse_awq,
+}
 
 
 class Quantization(Protocol):
-    """Which tensors of a checkpoint are stored in FP8."""
+    """Which tensors of a checkpoint are stored in FP8 or in four bits."""
 
-    def form(self, tensor: str) -> Fp8Form | None:
+    def form(self, tensor: str) -> Fp8Form | FourBitForm | None:
         """Return how the projection of this name is stored; None: in a floating dtype of 16 bits or more."""
 
 
@@ -62,7 +71,7 @@ class Fp8Quantization:
 
 def parse_quantization(
     raw: Mapping[str, Any], problems: list[str], renamed: Iterable[tuple[str, str]] = ()
-) -> Fp8Quantization | CompressedTensors | None:
+) -> Quantization | None:
     """Return the quantisation, None if config.json has none; complaints with the field go to `problems`.
 
     renamed   as of ModelConfig; names of modules that are left out may be in both forms
@@ -79,14 +88,14 @@ def parse_quantization(
             found[key] = names + [
                 mapped_name(name, renamed) for name in names if isinstance(name, str)
             ]
-    if found.get("quant_method") == "compressed-tensors":
-        return parse_compressed_tensors(found, KEY, problems)
-    if found.get("quant_method") != "fp8":
-        problems.append(
-            f"{KEY}.quant_method is {found.get('quant_method')!r}; supported: fp8 or compressed-tensors"
-        )
-        return None
-    return _parse_fp8(found, problems)
+    method = found.get("quant_method")
+    if method == "fp8":
+        return _parse_fp8(found, problems)
+    if method in PARSERS:
+        return PARSERS[method](found, KEY, problems)
+    known = ", ".join(("fp8", *PARSERS))
+    problems.append(f"{KEY}.quant_method is {method!r}; supported: {known}")
+    return None
 
 
 def _parse_fp8(found: Mapping[str, Any], problems: list[str]) -> Fp8Quantization:

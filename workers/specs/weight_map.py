@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-MXFP4_GROUP = 32  # values with one scale, as in kernels.mxfp4
+from workers.specs.four_bit import DiskKind, DiskTensor, FourBitForm
+
 FP8_BLOCK, FP8_SCALE_BYTES = 128, 4  # as in kernels.block_fp8, which needs torch
 
 
@@ -81,7 +82,7 @@ class WeightEntry(NamedTuple):
     stacked       experts of the tensor, its first axis; 0: the tensor holds no more than this entry
     transposed    the checkpoint holds columns before rows
     interleaved   rows of gate and rows of up alternate in the checkpoint; the parameter holds all of gate first
-    mxfp4         the checkpoint holds it in MXFP4: a tensor of packed values and a tensor of scales
+    four_bit      how the checkpoint packs it in four bits; None: it does not
     part          (groups, first, end): the tensor's rows come in groups of equal size, and of each group the entry is
                   the rows from `first` to `end`; other entries of this name are the rest. None: all rows
     offset        added to the values
@@ -100,7 +101,7 @@ class WeightEntry(NamedTuple):
     stacked: int = 0
     transposed: bool = False
     interleaved: bool = False
-    mxfp4: bool = False
+    four_bit: FourBitForm | None = None
     part: tuple[int, int, int] | None = None
     offset: float = 0.0
 
@@ -117,16 +118,30 @@ class WeightEntry(NamedTuple):
         return self.shape[0 if self.transposed else 1]
 
     @property
-    def stacked_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the stacked tensor, or of its packed values and its scales, by name."""
-        if not self.mxfp4:
-            return {self.name: (self.stacked, *self.shape)}
-        *rows, columns = self.shape
-        groups = (self.stacked, *rows, columns // MXFP4_GROUP)
+    def disk(self) -> dict[str, DiskTensor]:
+        """The tensors of the checkpoint that hold it, by name: one, or its values and their scales."""
+        if self.four_bit is not None:
+            found = self.four_bit.tensors(self.name, *self.shape)
+        elif self.fp8 is None:
+            found = {self.name: DiskTensor((self.shape,))}
+        else:
+            found = {
+                self.name: DiskTensor((self.shape,), DiskKind.FP8),
+                self.scale_name: DiskTensor(self.scale_shapes),
+            }
+        if not self.stacked:
+            return found
         return {
-            f"{self.name}_blocks": (*groups, MXFP4_GROUP // 2),
-            f"{self.name}_scales": groups,
+            name: DiskTensor(tuple((self.stacked, *shape) for shape in tensor.shapes), tensor.kind)
+            for name, tensor in found.items()
         }
+
+    @property
+    def unread(self) -> list[str]:
+        """Names of tensors beside it that a checkpoint may hold and no product needs."""
+        if self.four_bit is not None:
+            return self.four_bit.unread(self.name)
+        return [self.input_scale_name] if self.fp8 is not None and self.fp8.input_scale else []
 
     @property
     def size(self) -> int:
@@ -153,6 +168,14 @@ class WeightEntry(NamedTuple):
         """Bytes in memory of the values in FP8 and the scales of their blocks."""
         blocks = (-(-size // FP8_BLOCK) for size in (self.num_rows, *self.shape[1:]))
         return self.size + FP8_SCALE_BYTES * math.prod(blocks)
+
+    @property
+    def four_bit_bytes(self) -> int:
+        """Bytes in memory of the packed values; gate and up of an expert share an order of columns."""
+        assert self.four_bit is not None, self.name
+        form, columns = self.four_bit.format, self.shape[1]
+        ordered = form.ordered and (self.rows is None or self.rows[0] == 0)
+        return form.num_bytes(self.num_rows, columns) + (4 * columns if ordered else 0)
 
     @property
     def keeps_blocks(self) -> bool:

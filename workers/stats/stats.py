@@ -8,12 +8,13 @@ from typing import Any
 from kernels.routing.expert_load import ExpertLoad
 from workers.scheduler.scheduler import Scheduler
 from workers.stats.histogram import Histogram
+from workers.stats.invalid_logits import InvalidLogits
 from workers.stats.pace import Pace
 from workers.stats.process_info import process_info
 from workers.stats.request_times import RequestTimer
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.step_output import StepOutput
-from workers.step.step_sync import ForwardMode, StepPlan
+from workers.step.step_sync import StepPlan
 
 STEP_PARTS = ("schedule", "vote", "prepare", "forward", "sample", "output")
 STEP_TOKENS = tuple(float(2**i) for i in range(15))
@@ -50,6 +51,7 @@ class EngineStats:
         self._balancedness: float | None = None
         self._num_balanced, self._sum_balanced = 0, 0.0
         self._prefill_cap: int | None = None
+        self._invalid_logits = InvalidLogits()
         self._gauges: dict[str, Any] = {
             "running": 0,
             "waiting": 0,
@@ -91,12 +93,13 @@ class EngineStats:
         self.pace.end()
         self.num_steps += 1
         mode = batch.forward_mode
-        self.num_idle_steps += mode == ForwardMode.IDLE
+        self.num_idle_steps += mode.is_idle()
         self.generation_tokens += generated
         if plan.padded_tokens:
             self.padding_tokens += plan.padded_tokens - batch.num_tokens
         self.step_tokens.observe(batch.num_tokens)
         self._prefill_cap = plan.prefill_cap or self._prefill_cap
+        self._invalid_logits.count(batch, output)
         self.kinds[mode.name, plan.graph_mode.name, str(plan.ubatch)] += 1
         times = output.times
         parts = (host.schedule, host.vote, times.prepare, times.forward, times.sample, publish)
@@ -114,18 +117,10 @@ class EngineStats:
         self._gauges = {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
-            "kv_cache_usage": scheduler.pool.usage,
             "preemptions": scheduler.num_preemptions,
             "invalid_logits": scheduler.num_invalid,
-            "prefix_cache_queries": scheduler.prefixes.num_queries,
-            "prefix_cache_hits": scheduler.prefixes.num_hits,
+            **scheduler.cache.gauges(),
         }
-        if (states := scheduler.snapshots) is not None:
-            self._gauges |= {
-                "state_snapshots": states.num_kept,
-                "state_snapshot_bytes": states.num_kept * states.slot_bytes,
-                "states_restored": states.num_restored,
-            }
 
     def snapshot(self) -> dict[str, Any]:
         """Return all statistics, picklable.
@@ -151,6 +146,7 @@ class EngineStats:
             "prompt_tokens": self.prompt_tokens,
             "generation_tokens": self.generation_tokens,
             "padding_tokens": self.padding_tokens,
+            "invalid_logits_rows": self._invalid_logits.num_rows,
             "step_seconds": dict(self.seconds),
             "kinds": dict(self.kinds),
             "prefill_cap": self._prefill_cap,

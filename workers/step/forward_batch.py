@@ -1,6 +1,6 @@
 """`ForwardBatch`: all tensors of one forward. Knows nothing of requests; `batch_builder` fills it.
 
-T rows (padding included), B sequences, L sequences that draw their next token.
+T rows (padding included), B sequences, L rows with logits.
 """
 
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kernels.attention.batch import AttentionBatch, Shape
+from workers.step.step_sync import ForwardMode
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,18 +22,23 @@ class ForwardBatch(AttentionBatch):
     num_token_non_padded   num_tokens as the model reads it: an int, or int64 [1] on the device for a CUDA graph
     input_ids              int64 [T]; padding rows hold token 0; -1 - row is the token drawn last in that table row
     positions              int64 [T]; padding rows hold 0
-    logits_indices         int64 [L]: row of the last token of each sequence that samples
-    sampling_rows          int64 [L]: row of each of these sequences in the SequenceTable, here and on the host
+    logits_indices         int64 [L]: rows with logits, from each of which a token is drawn
+    sampling_rows          int64 [L]: row in the InputBatch of the sequence of each of them, here and on the host
     sampling_positions_cpu int64 [L]: position of the token to be drawn
     """
 
     num_token_non_padded: Annotated[int | torch.Tensor, Shape()]
     input_ids: Annotated[torch.Tensor, Shape("row")]
     positions: Annotated[torch.Tensor, Shape("row")]
-    logits_indices: Annotated[torch.Tensor, Shape("sample")]
-    sampling_rows: Annotated[torch.Tensor, Shape("sample")]
-    sampling_rows_cpu: Annotated[np.ndarray, Shape("sample")]
-    sampling_positions_cpu: Annotated[np.ndarray, Shape("sample")]
+    logits_indices: Annotated[torch.Tensor, Shape("logits")]
+    sampling_rows: Annotated[torch.Tensor, Shape("logits")]
+    sampling_rows_cpu: Annotated[np.ndarray, Shape("logits")]
+    sampling_positions_cpu: Annotated[np.ndarray, Shape("logits")]
+
+    @property
+    def forward_mode(self) -> ForwardMode:
+        """EXTEND, DECODE, MIXED or IDLE; of a ubatch, that of its own rows."""
+        return ForwardMode.of(self.num_seqs, self.num_single_rows)
 
     @property
     def num_rows(self) -> int:

@@ -1,42 +1,99 @@
-"""The work of one step on one rank, from the scheduler to the runner. Plain data."""
+"""The work of one step on one rank, from the scheduler to the runner. Plain data.
 
+B sequences, L rows with logits.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
-from workers.step.sequence import Sequence
+from workers.step.sequence import DECODE, PROMPT, VERIFY, ScheduledSequence, Sequence
 from workers.step.step_sync import ForwardMode
+
+NO_DRAFT = int(np.iinfo(np.int64).min)
+"""In place of a draft token behind the last row of a sequence: no draw has this number."""
 
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """Work of one step: `seqs[i]` computes `num_new_tokens[i]` tokens; the first num_decodes sequences compute one.
+    """Work of one step. Sequences with one row come first, because attention computes one row as a decode.
 
-    samples[i]   sequence i reaches its last token in this step and gets a new token
-    admitted     sequences that moved into their rows since the last launched step
-    decodes_next a sequence with a new token may go on, and so decodes in the next step
-    state_copies (source slot, target slot) of states of linear attention, to copy in this order before the forward
+    num_tokens       rows of the forward, without padding
+    num_single_rows  how many sequences have one row: all decodes, and prompts of which one token is left
+    prefill_tokens   tokens of sequences of kind PROMPT
+    num_new_tokens   int64 [B], rows of each sequence
+    num_logits       int64 [B], rows with logits of each sequence
+    logits_seqs      int64 [L], index of the sequence of each row with logits
+    logits_behind    int64 [L], how many rows the sequence has behind this row
+    draft_token_ids  int64 [L], the draft that each draw verifies, or NO_DRAFT; None: no sequence has several draws
+    admitted         sequences that moved into their rows since the last launched step
+    decodes_next     a sequence with a new token may go on, and so decodes in the next step
+    state_copies     (source slot, target slot) of states of linear attention, to copy in this order before the forward
     """
 
+    parts: list[ScheduledSequence]
     seqs: list[Sequence]
-    num_new_tokens: np.ndarray
     num_tokens: int
-    num_decodes: int
-    samples: np.ndarray
+    num_single_rows: int
+    prefill_tokens: int
+    num_new_tokens: np.ndarray
+    num_logits: np.ndarray
+    logits_seqs: np.ndarray
+    logits_behind: np.ndarray
+    draft_token_ids: np.ndarray | None
     admitted: list[Sequence]
-    decodes_next: bool = False
-    state_copies: tuple[tuple[int, int], ...] = ()
+    decodes_next: bool
+    state_copies: tuple[tuple[int, int], ...]
 
-    @property
-    def prefill_tokens(self) -> int:
-        """Tokens of sequences that compute more than one."""
-        return self.num_tokens - self.num_decodes
+    @classmethod
+    def of(
+        cls,
+        parts: list[ScheduledSequence],
+        admitted: Iterable[Sequence] = (),
+        state_copies: tuple[tuple[int, int], ...] = (),
+    ) -> "ScheduledBatch":
+        """Return the batch of `parts` in any order."""
+        single = [part for part in parts if part.num_new == 1]
+        num_single_rows = len(single)
+        if num_single_rows < len(parts):
+            parts = single + [part for part in parts if part.num_new != 1]
+        num_new = [part.num_new for part in parts]
+        num_logits = np.array([part.num_logits for part in parts], dtype=np.int64)
+        others = [part for part in parts if part.kind is not DECODE]
+        logits_seqs = num_logits.nonzero()[0]
+        logits_behind = np.zeros(len(logits_seqs), dtype=np.int64)
+        drafts = None
+        if any(part.num_logits > 1 for part in others):
+            logits_seqs = np.repeat(np.arange(len(parts)), num_logits)
+            logits_behind = num_logits.cumsum()[logits_seqs] - np.arange(1, len(logits_seqs) + 1)
+            verifies = np.array([part.kind is VERIFY for part in parts])[logits_seqs]
+            drafts = np.full(len(logits_seqs), NO_DRAFT)
+            found = chain.from_iterable(part.draft_token_ids for part in others)
+            drafts[verifies & (logits_behind > 0)] = list(found)
+        return cls(
+            parts=parts,
+            seqs=[part.seq for part in parts],
+            num_tokens=sum(num_new),
+            num_single_rows=num_single_rows,
+            prefill_tokens=sum(part.num_new for part in others if part.kind is PROMPT),
+            num_new_tokens=np.array(num_new, dtype=np.int64),
+            num_logits=num_logits,
+            logits_seqs=logits_seqs,
+            logits_behind=logits_behind,
+            draft_token_ids=drafts,
+            admitted=list(admitted),
+            decodes_next=any(part.num_logits and _goes_on(part.seq) for part in parts),
+            state_copies=state_copies,
+        )
 
     @property
     def forward_mode(self) -> ForwardMode:
         """EXTEND, DECODE, MIXED or IDLE."""
-        if not self.seqs:
-            return ForwardMode.IDLE
-        if self.num_decodes == len(self.seqs):
-            return ForwardMode.DECODE
-        return ForwardMode.MIXED if self.num_decodes else ForwardMode.EXTEND
+        return ForwardMode.of(len(self.seqs), self.num_single_rows)
+
+
+def _goes_on(seq: Sequence) -> bool:
+    """Return whether `seq` may have tokens behind its next token."""
+    return len(seq.token_ids) + seq.num_pending + 1 < seq.max_num_tokens

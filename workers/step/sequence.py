@@ -1,7 +1,9 @@
 """One request on a rank, and the arrays of all running sequences, one row each. Knows no scheduling and no model."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 
@@ -9,39 +11,77 @@ from workers.step.grammar import Grammar
 from workers.wire.request import EngineRequest, FinishReason
 
 
+class SequenceKind(Enum):
+    """What a sequence computes in a step.
+
+    PROMPT   tokens that it had when it moved into its row, of the prompt or from before a preemption
+    DECODE   the token drawn last
+    VERIFY   the token drawn last and draft tokens behind it, with logits at each
+    """
+
+    PROMPT = "prompt"
+    DECODE = "decode"
+    VERIFY = "verify"
+
+
+# Members by short names, because access through the class takes ten times as long.
+PROMPT, DECODE, VERIFY = SequenceKind
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ScheduledSequence:
+    """The part of one sequence in a step.
+
+    num_new          tokens that the step computes, one row of the forward each
+    num_logits       how many of these rows, the last ones, give logits, from each of which a token is drawn
+    draft_token_ids  all tokens but the first of a VERIFY part; the draw of the row before a draft verifies the draft
+    """
+
+    seq: "Sequence"
+    kind: SequenceKind
+    num_new: int
+    num_logits: int
+    draft_token_ids: tuple[int, ...] = ()
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request and its progress. K and V of tokens `[0, num_computed)` are in the cache, or will be when the launched
-    steps are done; later launches find them there.
+    """A request and its progress.
 
-    row                row in the SequenceTable while it runs, -1 while it waits
+    The K and V of tokens `[0, num_computed_tokens)` are in the cache, or will be when the launched steps are done.
+    Later launches find them there.
+
+    row                row in the InputBatch while it runs, -1 while it waits
     order              (priority, arrival); smaller comes first
     max_num_tokens     prompt and output tokens at which the sequence ends
-    window_ids         blocks of layers with a window, without those that the window has left behind
-    window_first       the first of them has the tokens of block_ids[window_first]
-    block_keys         keys of the first full blocks, as far as they were needed
+    block_keys         keys of the first full KV blocks, as far as they were needed; see workers/kv_cache/
     next_full          number of computed tokens at which another block is full and gets its key
+    capacity           number of tokens up to which the KV cache has nothing to change for the sequence
     num_cached_tokens  tokens found in the prefix cache when the sequence first ran
     grammar            grammar of the output and its state; None = any output
-    num_pending        tokens that launched steps draw and that the host does not have yet
+    num_prefill_tokens tokens that it had when it moved into its row: it is a prompt until they are computed
+    decode_part        its part in each step in which it decodes; None while it has no row
+    draft_token_ids    guesses for its next tokens, for the next step to verify
+    num_pending        tokens that launched steps draw, at most, and that the host does not have yet
     needs_last_token   its logits processors or its grammar read the last token on the host
     finished           the request has ended; outputs of launched steps are dropped
     """
 
     request: EngineRequest
     token_ids: list[int]
-    num_computed: int = 0
+    num_computed_tokens: int = 0
     row: int = -1
-    block_ids: list[int] = field(default_factory=list)
-    window_ids: list[int] = field(default_factory=list)
-    window_first: int = 0
     num_preemptions: int = 0
     order: tuple[int, int] = (0, 0)
     max_num_tokens: int = sys.maxsize
     block_keys: list[bytes] = field(default_factory=list)
     next_full: int = sys.maxsize
+    capacity: int = 0
     num_cached_tokens: int = 0
     grammar: Grammar | None = None
+    num_prefill_tokens: int = 0
+    decode_part: ScheduledSequence | None = None
+    draft_token_ids: tuple[int, ...] = ()
     num_pending: int = 0
     needs_last_token: bool = False
     finished: bool = False
@@ -64,9 +104,27 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
+    def kind(self) -> SequenceKind:
+        """What the sequence computes next."""
+        if self.num_computed_tokens < self.num_prefill_tokens:
+            return PROMPT
+        return VERIFY if self.draft_token_ids else DECODE
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether the next step may verify drafts: the draws of one step must not depend on each other."""
+        return (
+            self.kind is not PROMPT
+            and not self.num_pending
+            and self.grammar is None
+            and not self.request.params.has_penalties
+        )
+
+    @property
     def num_remaining(self) -> int:
-        """Tokens without K and V in the cache, pending tokens included."""
-        return len(self.token_ids) + self.num_pending - self.num_computed
+        """Tokens without K and V in the cache, pending tokens and drafts included."""
+        known = len(self.token_ids) + self.num_pending + len(self.draft_token_ids)
+        return known - self.num_computed_tokens
 
     @property
     def ends_with_pending(self) -> bool:
@@ -84,64 +142,40 @@ class Sequence:
         return "length" if len(self.token_ids) >= self.max_num_tokens else None
 
 
-class SequenceTable:
-    """Tokens and blocks of the running sequences, one row each, so that a batch is gathered without Python loops.
+class InputBatch:
+    """Tokens of the running sequences, one row each, so that a batch is gathered without Python loops.
 
-    token_ids int32 [rows, max_model_len]; block_table int64 [rows, max_blocks]; num_computed int64 [rows].
-    window_table, of the shape of block_table, has the blocks of layers with a window, with anything in place of blocks
-    that the window has left behind; None: no layer has a window.
-    states: layers have a state a sequence; row r has slot r + 1 of their pools, because slot 0 is that of padding.
+    token_ids int32 [rows, max_model_len]; num_computed_tokens int64 [rows]. The groups of the KV cache keep what they
+    have of each sequence by its row too.
 
     In place of a pending token, token_ids holds -1 - row: a forward finds the token on the device by that number.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        max_model_len: int,
-        block_size: int,
-        *,
-        windows: bool = False,
-        states: bool = False,
-    ):
-        self.block_size = block_size
-        self.states = states
-        max_blocks = -(-max_model_len // block_size)
+    def __init__(self, num_rows: int, max_model_len: int):
         self.token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
-        self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int64)
-        self.window_table = np.zeros_like(self.block_table) if windows else None
-        self.num_computed = np.zeros(num_rows, dtype=np.int64)
+        self.num_computed_tokens = np.zeros(num_rows, dtype=np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
-        """Assign a row to `seq` and copy its tokens and blocks there."""
+        """Assign a row to `seq` and copy its tokens there."""
         seq.row = self._free_rows.pop()
+        seq.num_prefill_tokens = seq.num_tokens
+        seq.decode_part = ScheduledSequence(seq, DECODE, 1, 1)
         self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
-        self.block_table[seq.row, : len(seq.block_ids)] = seq.block_ids
-        if self.window_table is not None:
-            first, end = seq.window_first, seq.window_first + len(seq.window_ids)
-            self.window_table[seq.row, first:end] = seq.window_ids
-        self.num_computed[seq.row] = seq.num_computed
+        self.num_computed_tokens[seq.row] = seq.num_computed_tokens
 
     def remove(self, seq: Sequence) -> None:
         """Free the row of `seq`."""
         self._free_rows.append(seq.row)
         seq.row = -1
+        seq.decode_part = (
+            None  # refers to `seq`, which would live until the next collection of garbage
+        )
+        seq.draft_token_ids = ()
 
     def rows_of(self, seqs: list[Sequence]) -> np.ndarray:
         """Return the rows of `seqs`, int64 [B]."""
         return np.fromiter((seq.row for seq in seqs), dtype=np.int64, count=len(seqs))
-
-    def append_block(self, seq: Sequence, block: int) -> None:
-        """Append a block to `seq`."""
-        self.block_table[seq.row, len(seq.block_ids)] = block
-        seq.block_ids.append(block)
-
-    def append_window_block(self, seq: Sequence, block: int) -> None:
-        """Append a block for layers with a window to `seq`."""
-        assert self.window_table is not None
-        self.window_table[seq.row, seq.window_first + len(seq.window_ids)] = block
-        seq.window_ids.append(block)
 
     def append_token(self, seq: Sequence, token_id: int) -> None:
         """Append a token to `seq`, which may have lost its row."""
@@ -149,15 +183,33 @@ class SequenceTable:
             self.token_ids[seq.row, seq.num_tokens] = token_id
         seq.token_ids.append(token_id)
 
+    def propose(self, seq: Sequence, draft_token_ids: Iterable[int]) -> None:
+        """Let the next step verify drafts, as many as `seq` may have tokens before its last.
+
+        seq.takes_drafts must hold, and `takes_back` of the KV cache.
+        """
+        assert seq.takes_drafts, f"{seq.request.request_id} takes no drafts"
+        start = seq.num_tokens
+        seq.draft_token_ids = tuple(draft_token_ids)[: seq.max_num_tokens - 1 - start]
+        self.token_ids[seq.row, start : start + len(seq.draft_token_ids)] = seq.draft_token_ids
+
+    def verified(self, seq: Sequence, num_rejected: int) -> None:
+        """Drop the drafts of `seq`; the K and V of the last `num_rejected` computed tokens do not count."""
+        assert seq.row >= 0, f"{seq.request.request_id} lost its row with drafts in flight"
+        seq.draft_token_ids = ()
+        seq.num_computed_tokens -= num_rejected
+        self.num_computed_tokens[seq.row] = seq.num_computed_tokens
+
     def launched(
-        self, seqs: list[Sequence], num_new_tokens: np.ndarray, samples: np.ndarray
+        self, seqs: list[Sequence], num_new_tokens: np.ndarray, num_logits: np.ndarray
     ) -> None:
-        """Enter a launch: each of `seqs` computes `num_new_tokens` tokens; those with `samples` get a pending token."""
+        """Enter a launch: each of `seqs` computes `num_new_tokens` tokens and gets `num_logits` pending tokens."""
         rows = self.rows_of(seqs)
-        ends = self.num_computed[rows] + num_new_tokens
-        self.num_computed[rows] = ends
-        for seq, end, drawn in zip(seqs, ends.tolist(), samples.tolist(), strict=True):
-            seq.num_computed = end
+        ends = self.num_computed_tokens[rows] + num_new_tokens
+        self.num_computed_tokens[rows] = ends
+        for seq, end, drawn in zip(seqs, ends.tolist(), num_logits.tolist(), strict=True):
+            seq.num_computed_tokens = end
             seq.num_pending += drawn
-        drawing = rows[samples]
-        self.token_ids[drawing, ends[samples]] = -1 - drawing
+        draws = num_logits > 0
+        drawing = rows[draws]
+        self.token_ids[drawing, ends[draws]] = -1 - drawing

@@ -1,8 +1,15 @@
-"""The results of one forward for the sequences of its batch, from the runner to the scheduler. No tensors."""
+"""The results of one forward for the sequences of its batch, from the runner to the scheduler. No tensors.
+
+B sequences, D hidden size.
+"""
 
 from dataclasses import dataclass, replace
+from itertools import compress
+
+import numpy as np
 
 from kernels.routing.expert_load import LoadSample
+from workers.step.scheduled_batch import ScheduledBatch
 from workers.wire.request import RequestOutput, TokenLogprobs
 
 
@@ -15,40 +22,88 @@ class RunTimes:
     sample: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Sampling sequences are the sequences of the batch that get a new token, in its order.
+    """New tokens of the sequences of a batch, in its order.
 
-    token_ids        one for each sampling sequence, or a number of `workers.sampling.no_token`
+    token_ids        tokens of all sequences, one sequence after another; a number of `workers.sampling.no_token` where
+                     no token could be drawn
+    counts           how many of token_ids each sequence has, one number for each of the B sequences
     logprobs         one for each of token_ids, None for a request without logprobs; None if no request wants them
     prompt_logprobs  by request id, for prompts that this step completed; None if there are none
+    hidden_states    float32 [D] for each of the B sequences, None for a request without; None if no request wants any
     expert_load      None in steps that do not read it
     """
 
     token_ids: list[int]
+    counts: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] | None = None
-
+    hidden_states: list[np.ndarray | None] | None = None
     times: RunTimes = RunTimes()
     expert_load: LoadSample | None = None
 
-    def attach(self, outputs: list[RequestOutput | None]) -> list[RequestOutput]:
-        """Return `outputs`, one for each sampling sequence, with the log-probabilities of each request.
+    @classmethod
+    def of(
+        cls,
+        batch: ScheduledBatch,
+        drawn: list[int],
+        logprobs: list[TokenLogprobs | None] | None = None,
+        *,
+        prompt_logprobs: dict[str, list[TokenLogprobs | None]] | None = None,
+        times: RunTimes = RunTimes(),
+        expert_load: LoadSample | None = None,
+    ) -> "StepOutput":
+        """Return the output of `batch`: of the tokens drawn, and their logprobs, one for each row with logits.
 
-        None in `outputs` stands for a sequence that has ended; it is left out.
+        The draws of a sequence count up to the first that differs from the draft that it verifies.
+        """
+        counts = batch.num_logits.tolist()
+        if batch.draft_token_ids is not None:
+            counts, kept = _verify(batch, np.array(drawn))
+            drawn = list(compress(drawn, kept))
+            logprobs = None if logprobs is None else list(compress(logprobs, kept))
+        return cls(
+            token_ids=drawn,
+            counts=counts,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            times=times,
+            expert_load=expert_load,
+        )
+
+    def attach(self, outputs: list[RequestOutput | None]) -> list[RequestOutput]:
+        """Return `outputs`, one for each sequence of the batch, with the log-probabilities of each request.
+
+        An output has the first of the sequence's tokens, or all. None in `outputs` is left out.
         """
         if self.logprobs is None and self.prompt_logprobs is None:
             return [output for output in outputs if output is not None]
-        logprobs = self.logprobs or [None] * len(outputs)
-        of_prompts = self.prompt_logprobs or {}
-        return [
-            output
-            if not output.token_ids
-            else replace(
-                output,
-                logprobs=None if found is None else [found],
-                prompt_logprobs=of_prompts.get(output.request_id),
-            )
-            for output, found in zip(outputs, logprobs, strict=True)
-            if output is not None
-        ]
+        attached, start = [], 0
+        for output, count in zip(outputs, self.counts, strict=True):
+            if output is not None:
+                attached.append(self._with_logprobs(output, start))
+            start += count
+        return attached
+
+    def _with_logprobs(self, output: RequestOutput, start: int) -> RequestOutput:
+        """Return an output that has the tokens from index `start` on."""
+        if not output.token_ids:
+            return output
+        found = (self.logprobs or [])[start : start + len(output.token_ids)]
+        return replace(
+            output,
+            logprobs=[one for one in found if one is not None] or None,
+            prompt_logprobs=(self.prompt_logprobs or {}).get(output.request_id),
+        )
+
+
+def _verify(batch: ScheduledBatch, drawn_L: np.ndarray) -> tuple[list[int], list[bool]]:
+    """Return how many draws of each sequence count, and whether each draw counts."""
+    starts = batch.num_logits.cumsum() - batch.num_logits
+    ends = np.flatnonzero(drawn_L != batch.draft_token_ids)  # at least the last draw of each
+    firsts = starts[batch.logits_seqs]
+    counts_L = ends[ends.searchsorted(firsts)] - firsts + 1
+    counts = np.zeros(len(starts), dtype=np.int64)
+    counts[batch.logits_seqs] = counts_L
+    return counts.tolist(), (np.arange(len(drawn_L)) - firsts < counts_L).tolist()

@@ -15,12 +15,48 @@ HEALTHY = 0
 
 
 class ForwardMode(IntEnum):
-    """Kind of the work of one rank in a step."""
+    """The forward of one rank in a step by the rows of its sequences: one each, several each, both, or no sequences.
+
+    A prompt of which one token is left takes part in a DECODE forward, drafts take part in an EXTEND forward.
+    """
 
     IDLE = 0
     DECODE = 1
     EXTEND = 2
     MIXED = 3
+
+    @classmethod
+    def of(cls, num_seqs: int, num_single_rows: int) -> "ForwardMode":
+        """Return the mode of a forward of `num_seqs` sequences, of which `num_single_rows` have one row."""
+        if not num_seqs:
+            return cls.IDLE
+        if num_single_rows == num_seqs:
+            return cls.DECODE
+        return cls.MIXED if num_single_rows else cls.EXTEND
+
+    def is_idle(self) -> bool:
+        """No sequences."""
+        return self is ForwardMode.IDLE
+
+    def is_decode(self) -> bool:
+        """One row for each sequence."""
+        return self is ForwardMode.DECODE
+
+    def is_extend(self) -> bool:
+        """Several rows for each sequence."""
+        return self is ForwardMode.EXTEND
+
+    def is_mixed(self) -> bool:
+        """Sequences with one row and sequences with several."""
+        return self is ForwardMode.MIXED
+
+    def is_decode_or_idle(self) -> bool:
+        """No sequence with several rows."""
+        return self.is_decode() or self.is_idle()
+
+    def is_extend_or_mixed(self) -> bool:
+        """A sequence with several rows."""
+        return self.is_extend() or self.is_mixed()
 
 
 class GraphMode(IntEnum):

@@ -27,7 +27,6 @@ from kernels.backends.graph_planner import GraphPlanner
 from kernels.backends.select import Backends
 from kernels.pending import can_yield_ubatch, set_yield_ubatch
 from workers.step.forward_batch import ForwardBatch
-from workers.trace.recorder import SpanRecorder
 from workers.ubatch.batch_cuts import cut, ubatch_rows
 
 T = TypeVar("T")
@@ -64,7 +63,6 @@ class UBatchWrapper:
     ):
         self.comm_sms = comm_sms
         self.backends = backends
-        self._model = model
         self._total_sms = total_sms
         self._models = [model.with_backends(own) for own in backends]
         self._planned: AttentionBatch | None = None
@@ -75,13 +73,6 @@ class UBatchWrapper:
     def num_ubatches(self) -> int:
         """Ubatches of a step."""
         return len(self.backends)
-
-    def recorded(self, recorder: SpanRecorder) -> "UBatchWrapper":
-        """Return the same wrapper with all-to-alls that `recorder` follows."""
-        backends = [recorder.record(own, ubatch) for ubatch, own in enumerate(self.backends)]
-        return UBatchWrapper(
-            self._model, backends, comm_sms=self.comm_sms, total_sms=self._total_sms
-        )
 
     def plan(self, batch: ForwardBatch) -> None:
         """Plan attention for each ubatch of `batch`."""

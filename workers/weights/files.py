@@ -4,13 +4,14 @@ All complaints are raised at once, before any tensor is read. Knows nothing of r
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from workers.specs.four_bit import DiskKind, DiskTensor
 from workers.specs.weight_map import WeightEntry
 from workers.weights.checkpoint_files import CheckpointError
 
@@ -22,9 +23,12 @@ FLOATS = {
     "F16": torch.float16,
     "F64": torch.float64,
 }
-FP8 = "F8_E4M3"
-BYTES = "U8"
-DTYPES = {**FLOATS, FP8: torch.float8_e4m3fn, BYTES: torch.uint8}
+DTYPES: dict[str, torch.dtype] = {
+    **FLOATS,
+    DiskKind.FP8: torch.float8_e4m3fn,
+    DiskKind.BYTES: torch.uint8,
+    DiskKind.WORDS: torch.int32,
+}
 MAX_NAMED = 20
 TIED_HEAD = (
     "lm_head.weight"  # not in the weight map of a tied checkpoint, which may hold it none the less
@@ -111,44 +115,38 @@ def check_against_map(
     folder: Path, stored: Mapping[str, StoredTensor], entries: Iterable[WeightEntry]
 ) -> None:
     """Raise CheckpointError with every missing, surplus or misshaped tensor, and every tensor of a wrong dtype."""
-    expected: dict[str, tuple[tuple[tuple[int, ...], ...], str]] = {}  # shapes, kind of dtype
-    unread = set()
+    expected: dict[str, DiskTensor] = {}
+    unread: set[str] = set()
     for entry in entries:
-        if entry.stacked:
-            kind = BYTES if entry.mxfp4 else ""
-            expected |= {name: ((shape,), kind) for name, shape in entry.stacked_shapes.items()}
-            continue
-        expected[entry.name] = ((entry.shape,), FP8 if entry.fp8 is not None else "")
-        if entry.fp8 is not None:
-            expected[entry.scale_name] = (entry.scale_shapes, "")
-            if entry.fp8.input_scale:
-                unread.add(entry.input_scale_name)
+        expected |= entry.disk
+        unread.update(entry.unread)
     both = [name for name in expected if name in stored]
     complaints = {
         "missing": [name for name in expected if name not in stored],
         "surplus": [name for name in stored if name not in expected and name not in unread],
         "misshaped": [
-            f"{name} {list(stored[name].shape)} instead of {list(expected[name][0][0])}"
+            f"{name} {list(stored[name].shape)} instead of {list(expected[name].shapes[0])}"
             for name in both
-            if stored[name].shape not in expected[name][0]
-        ],
-        "not floating point": [
-            f"{name} {stored[name].dtype}"
-            for name in both
-            if not expected[name][1] and stored[name].dtype not in FLOATS
+            if stored[name].shape not in expected[name].shapes
         ],
     }
-    for kind in (FP8, BYTES):
-        complaints[f"not {kind}, as in quantization_config"] = [
+    for kind in DiskKind:
+        suffix = "" if kind == DiskKind.FLOAT else ", as in quantization_config"
+        complaints[f"not {kind}{suffix}"] = [
             f"{name} {stored[name].dtype}"
             for name in both
-            if expected[name][1] == kind and stored[name].dtype != kind
+            if expected[name].kind == kind and stored[name].dtype not in _dtypes(kind)
         ]
     found = [f"{len(names)} {kind}: {_some(names)}" for kind, names in complaints.items() if names]
     if found:
         raise CheckpointError(
             f"the tensors of {folder} are not those of its config.json: " + "; ".join(found)
         )
+
+
+def _dtypes(kind: DiskKind) -> Collection[str]:
+    """Return the dtypes of safetensors that a tensor of this kind may have."""
+    return FLOATS if kind == DiskKind.FLOAT else (kind,)
 
 
 def check_tied_head(head: StoredTensor, embedding: StoredTensor, embedding_name: str) -> None:

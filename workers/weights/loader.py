@@ -13,6 +13,7 @@ from kernels.routing.expert_map import ExpertMap
 from workers.specs.model import ModelConfig, weight_map
 from workers.specs.weight_map import WeightKind, mapped_name
 from workers.weights.checkpoint_files import CheckpointError
+from workers.weights.column_orders import check_column_orders
 from workers.weights.files import (
     TIED_HEAD,
     StoredTensor,
@@ -22,7 +23,7 @@ from workers.weights.files import (
 )
 from workers.weights.fused_experts import split_experts
 from workers.weights.reader import SlotSource, fill_slots
-from workers.weights.slots import Progress, SlottedModel
+from workers.weights.slots import FourBitSlot, Progress, SlottedModel
 from workers.weights.tensors import rank_weights
 
 ROPE_TABLE = ".rotary_emb.inv_freq"  # old checkpoints hold it; it follows from config.json
@@ -43,7 +44,8 @@ def load_weights(
 ) -> None:
     """Fill `model`, which is on `device`, from the checkpoint folder; `progress(done, total)` in bytes read.
 
-    A tensor in FP8 on disk stays in FP8 where the model computes with FP8; elsewhere it takes the model's dtype.
+    A tensor in FP8 or in four bits on disk stays so where the model computes with it; elsewhere it takes the model's
+    dtype.
     CheckpointError names every missing, surplus or misshaped tensor, also tensors of other ranks. Tensors in
     `config.skipped` are not read.
 
@@ -54,16 +56,16 @@ def load_weights(
     tied_head = stored.pop(TIED_HEAD, None) if config.tie_word_embeddings else None
     check_against_map(Path(path), stored, entries)
     slots = model.weight_slots()
+    chosen = rank_weights(config, expert_map, rank, experts=experts)
+    packed = [entry for entry in chosen if isinstance(slots[entry.key], FourBitSlot)]
+    check_column_orders(stored, packed)
     sources = []
-    for entry in rank_weights(config, expert_map, rank, experts=experts):
+    for entry in chosen:
+        parts = [stored[name] for name in entry.disk]
         if entry.stacked:
             assert entry.expert is not None
-            parts = [stored[name].part(entry.expert) for name in entry.stacked_shapes]
-        else:
-            parts = [stored[entry.name]]
-            if entry.fp8 is not None:
-                parts.append(stored[entry.scale_name])
-        sources.append(SlotSource(slots[entry.key], parts))
+            parts = [part.part(entry.expert) for part in parts]
+        sources.append(SlotSource(slots[entry.key], parts, entry.key, entry.four_bit))
     fill_slots(sources, device, num_threads=torch.get_num_threads(), progress=progress)
     if tied_head is not None:
         name = next(entry.name for entry in entries if entry.kind == WeightKind.EMBEDDING)

@@ -2,7 +2,8 @@
 
 A mapped file costs page faults, and its copy to a GPU costs a second copy through a buffer of the driver. Therefore
 each thread reads several tensors at a time into its own memory, pinned for GPUs, copies them to the GPU at once on its
-own stream, and fills their slots. Other threads read while the copy runs.
+own stream, and fills their slots. Other threads read while the copy runs. Each thread holds PIECE bytes or one larger
+tensor, and of a matrix in four bits also the codes with a byte each.
 """
 
 import os
@@ -15,9 +16,11 @@ from threading import Lock
 
 import torch
 
+from workers.specs.four_bit import FourBitForm
 from workers.weights.checkpoint_files import CheckpointError
 from workers.weights.files import DTYPES, StoredTensor
 from workers.weights.slots import Progress, Slot
+from workers.weights.unpack import PackedValuesError, unpack
 
 PIECE = 32 * 2**20  # bytes of a thread's buffer and of one copy
 MAX_THREADS = 8
@@ -26,10 +29,16 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class SlotSource:
-    """A slot and the stored tensors that fill it: one, or one in FP8 and its scales."""
+    """A slot and the stored tensors that fill it: one; or one in FP8 and its scales; or those of a packed matrix.
+
+    name     of the matrix in an unpacked checkpoint
+    packed   how the tensors pack a matrix in four bits; None: they do not
+    """
 
     slot: Slot
     stored: Sequence[StoredTensor]
+    name: str = ""
+    packed: FourBitForm | None = None
 
     @property
     def place(self) -> tuple[str, int]:
@@ -40,6 +49,18 @@ class SlotSource:
     def num_bytes(self) -> int:
         """Bytes to read."""
         return sum(stored.num_bytes for stored in self.stored)
+
+    def fill(self, tensors: list[torch.Tensor]) -> None:
+        """Fill the slot from the content of `stored`. Raises CheckpointError for values that stand for no weights."""
+        if self.packed is not None:
+            try:
+                self.slot.fill_four_bit(unpack(self.packed, tensors))
+            except PackedValuesError as error:
+                raise CheckpointError(f"{self.name} cannot be unpacked: {error}") from error
+        elif len(tensors) == 1:
+            self.slot.fill(*tensors)
+        else:
+            self.slot.fill_blocks(*tensors)
 
 
 def fill_slots(
@@ -148,8 +169,7 @@ class _Reader:
                 self._read(stored, 0, buffer[start : start + stored.num_bytes])
         tensors = iter([_typed(buffer, s, at) for s, at in zip(every, starts, strict=True)])
         for source in portion:
-            found = [next(tensors) for _ in source.stored]
-            source.slot.fill(*found) if len(found) == 1 else source.slot.fill_blocks(*found)
+            source.fill([next(tensors) for _ in source.stored])
 
     def _send(self, every: list[StoredTensor], starts: list[int], buffer: torch.Tensor) -> None:
         for base, reads in copies([stored.num_bytes for stored in every], starts):

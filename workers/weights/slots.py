@@ -1,6 +1,7 @@
 """Where a checkpoint's tensor goes in a model's fused parameters, by its entry in the weight map. Knows no file.
 
-A checkpoint's tensor may be in FP8 with scales, and so may the parameter: every slot takes both kinds of tensors.
+A checkpoint's tensor may be in FP8 with scales or packed in four bits, and so may the parameter: every slot takes all
+kinds of tensors.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from kernels.block_fp8 import BlockWeights, dequantise, num_blocks, quantise_blocks
-from kernels.mxfp4 import dequantise_mxfp4
+from kernels.four_bit import FourBitMatrix, FourBitWeights, quantise_four_bit
 from workers.specs.weight_map import WeightEntry, WeightKind
 
 Progress = Callable[[int, int], None]
@@ -93,9 +94,12 @@ class WeightSlot:
             self.target.mul_(self.scale)
 
     def fill_blocks(self, values: torch.Tensor, scales: torch.Tensor) -> None:
-        """Copy the product of FP8 values [N, K] and their scales, see `dequantise`; or of packed MXFP4 values."""
-        packed = values.dtype == torch.uint8
-        self.fill(dequantise_mxfp4(values, scales) if packed else dequantise(values, scales))
+        """Copy the product of FP8 values [N, K] and their scales, see `dequantise`."""
+        self.fill(dequantise(values, scales))
+
+    def fill_four_bit(self, matrix: FourBitMatrix) -> None:
+        """Copy the values that the codes stand for."""
+        self.fill(matrix.dequantise())
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,49 @@ class BlockSlot:
         self.target.values.copy_(bits.view(values.dtype))
         self.target.scales.copy_(scales)
 
+    def fill_four_bit(self, matrix: FourBitMatrix) -> None:
+        """Round to FP8 and copy."""
+        self.fill(matrix.dequantise())
 
-Slot = WeightSlot | BlockSlot
+
+@dataclass(frozen=True)
+class FourBitSlot:
+    """A destination for one matrix that the model holds in four bits.
+
+    interleaved   as in WeightEntry
+    heads, part   as in WeightSlot
+    """
+
+    target: FourBitWeights
+    interleaved: bool = False
+    heads: tuple[int, int] | None = None
+    part: tuple[int, int, int] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the destination."""
+        return self.target.nbytes
+
+    def fill(self, disk_tensor: torch.Tensor) -> None:
+        """Round to four bits and copy."""
+        self.fill_four_bit(quantise_four_bit(disk_tensor, self.target.format))
+
+    def fill_blocks(self, values: torch.Tensor, scales: torch.Tensor) -> None:
+        """Round FP8 values with scales to four bits and copy."""
+        self.fill(dequantise(values, scales))
+
+    def fill_four_bit(self, matrix: FourBitMatrix) -> None:
+        """Copy codes and scales unchanged."""
+        self.target.set(matrix.with_rows(self._order_rows))
+
+    def _order_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.interleaved:
+            return torch.cat((rows[::2], rows[1::2]))
+        rows = take_part(rows, self.part)
+        return rows if self.heads is None else pair_rotary(rows, *self.heads)
+
+
+Slot = WeightSlot | BlockSlot | FourBitSlot
 
 
 def take_part(tensor: torch.Tensor, part: tuple[int, int, int] | None) -> torch.Tensor:
@@ -177,7 +222,9 @@ def slot_of(model: Any, entry: WeightEntry, places: Mapping[int, int]) -> Slot:
         found = found[places[entry.expert]]
     if entry.rows is not None:
         found = found[slice(*entry.rows)]
+    heads = (entry.head_dim, entry.rotary_dim or entry.head_dim) if entry.head_dim else None
     if isinstance(found, BlockWeights):
-        heads = (entry.head_dim, entry.rotary_dim or entry.head_dim) if entry.head_dim else None
         return BlockSlot(found, heads, entry.part)
+    if isinstance(found, FourBitWeights):
+        return FourBitSlot(found, entry.interleaved, heads, entry.part)
     return WeightSlot.rows(found, entry, scale)

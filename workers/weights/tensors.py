@@ -2,9 +2,10 @@
 
 from collections.abc import Container
 
+from kernels.four_bit_format import FourBitFormat
 from kernels.routing.expert_map import ExpertMap
 from workers.specs.model import DtypeName, ModelConfig, weight_map
-from workers.specs.weight_map import FP8_BLOCK, Scaling, WeightEntry
+from workers.specs.weight_map import FP8_BLOCK, QUANTISABLE, Scaling, WeightEntry
 
 # Weights that `LayerBuilder.linear` allocates; all others keep the model's dtype.
 DENSE = (
@@ -15,6 +16,7 @@ DENSE = (
     *("mlp.shared.gate_up.weight", "mlp.shared.down.weight"),
 )
 FP8_ROWS = 64  # a dense product in FP8 has a multiple of these outputs, and of FP8_BLOCK inputs
+FOUR_BIT_TILE = 64  # as in kernels.four_bit, which needs torch
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -27,6 +29,17 @@ def stores_fp8_experts(config: ModelConfig) -> bool:
         for entry in weight_map(config)
         if entry.expert is not None
     )
+
+
+def four_bit_experts(config: ModelConfig) -> FourBitFormat | None:
+    """Return the format of the experts, None unless all of them are packed in four bits in one format."""
+    forms = {entry.four_bit for entry in weight_map(config) if _is_expert_matrix(entry)}
+    formats = {None if form is None else form.format for form in forms}
+    return formats.pop() if len(formats) == 1 else None
+
+
+def _is_expert_matrix(entry: WeightEntry) -> bool:
+    return entry.expert is not None and entry.kind in QUANTISABLE
 
 
 def experts_with_row_scales(config: ModelConfig) -> bool:
@@ -58,8 +71,25 @@ def fp8_not_kept(config: ModelConfig) -> list[str]:
     ]
 
 
+def four_bit_parameters(config: ModelConfig) -> dict[str, FourBitFormat]:
+    """Return the parameters of dense products that stay in four bits, to their formats."""
+    found = {}
+    for name, entries in _dense(config).items():
+        formats = {None if e.four_bit is None else e.four_bit.format for e in entries}
+        form = formats.pop()
+        if form is not None and not formats and all(map(_keeps_tiles, entries)):
+            found[name] = form
+    return found
+
+
+def _keeps_tiles(entry: WeightEntry) -> bool:
+    """Return whether the entry's rows in the parameter, and its columns, are whole tiles."""
+    sides = (*(entry.rows or (entry.num_rows,)), entry.columns)
+    return not any(side % FOUR_BIT_TILE for side in sides)
+
+
 def _dense(config: ModelConfig) -> dict[str, list[WeightEntry]]:
-    """Return the tensors of each parameter of DENSE, for a checkpoint with weights in FP8."""
+    """Return the tensors of each parameter of DENSE, for a checkpoint with weights in FP8 or in four bits."""
     tensors: dict[str, list[WeightEntry]] = {}
     if config.quantization is not None:
         for entry in weight_map(config):
@@ -111,16 +141,23 @@ def rank_weight_bytes(
     *,
     fp8_experts: bool = False,
     fp8_dense: bool = False,
+    in_four_bits: bool = False,
 ) -> int:
     """Return the bytes of one rank's weights in memory (norms, a few KiB, may take twice as much).
 
     fp8_experts   the experts' product computes with FP8 weights
-    fp8_dense     so do dense products with weights that the checkpoint stores in FP8; all else is held in `dtype`
+    fp8_dense     so do dense products with weights that the checkpoint stores in FP8
+    in_four_bits  the experts' product computes with weights in four bits, and so do `four_bit_parameters`; all else is
+                  held in `dtype`
     """
     width, dense = DTYPE_BYTES[dtype], fp8_parameters(config) if fp8_dense else ()
-    return sum(
-        entry.fp8_bytes
-        if (entry.parameter in dense if entry.expert is None else fp8_experts)
-        else width * entry.size
-        for entry in rank_weights(config, expert_map, rank)
-    )
+    packed = four_bit_parameters(config) if in_four_bits else {}
+
+    def num_bytes(entry: WeightEntry) -> int:
+        in_experts = in_four_bits and entry.expert is not None
+        if entry.four_bit is not None and (in_experts or entry.parameter in packed):
+            return entry.four_bit_bytes
+        in_fp8 = entry.parameter in dense if entry.expert is None else fp8_experts
+        return entry.fp8_bytes if in_fp8 else width * entry.size
+
+    return sum(map(num_bytes, rank_weights(config, expert_map, rank)))

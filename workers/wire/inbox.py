@@ -1,8 +1,9 @@
 """Messages to a rank while it serves: submit or abort a request, wake up for a vote.
 
 Sent over ZeroMQ like the tokens: a request reaches the engine 0.3 ms after it was sent; a call of the Ray actor took
-2 ms. Messages of one sender arrive in order, so an abort never overtakes its request. Every message carries its epoch,
-and an inbox drops messages of other epochs. Knows nothing of Ray.
+2 ms. Messages of one sender arrive in order, so an abort never overtakes its request. After a missing message an inbox
+takes no more of that stream, until the ingress has opened another one. Every message carries its epoch, and an inbox
+drops messages of other epochs. Knows nothing of Ray.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import zmq
 
 from kernels.host.owned import start_thread
+from workers.wire.numbering import UNCHECKED, ReceivedStream, split
 from workers.wire.request import EngineRequest, SamplingParams
 from workers.wire.secure_socket import Sender, StreamAddress, listen
 
@@ -40,11 +42,19 @@ class Receiver(Protocol):
 
 
 class InboxSender:
-    """Sending end. `close` may be called from any thread."""
+    """Sending end. `close` may be called from any thread.
 
-    def __init__(self, address: StreamAddress, epoch: int):
-        self._sender = Sender(address)
+    stream   that the rank has opened; UNCHECKED for wakes alone
+    """
+
+    def __init__(self, address: StreamAddress, epoch: int, stream: bytes = UNCHECKED):
+        self._sender = Sender(address, stream)
         self._epoch = epoch
+
+    @property
+    def num_sent(self) -> int:
+        """The number of messages since the stream was opened."""
+        return self._sender.num_sent
 
     def submit(self, request: EngineRequest) -> None:
         """Run a request; its tokens are sent to its ingress."""
@@ -70,11 +80,13 @@ class InboxSender:
 class Inbox:
     """Receiving end of a rank, read by a thread of its own. It outlives the epochs of the rank.
 
-    num_stale   messages dropped because they carry another epoch
+    num_stale   messages dropped because they carry another epoch, or belong to no open stream
     """
 
     def __init__(self, host: str):
         self.num_stale = 0
+        self._lock = threading.Lock()  # a closed stream delivers nothing more
+        self._streams: dict[bytes, ReceivedStream] = {}
         self._context = zmq.Context()
         self._socket, self.address = listen(self._context, host)
         self._thread: threading.Thread | None = None
@@ -93,6 +105,21 @@ class Inbox:
         if self._error is not None:
             receiver.fail(self._error)
 
+    def open_stream(self, stream: bytes) -> None:
+        """Take messages of a stream from now on."""
+        with self._lock:
+            self._streams[stream] = ReceivedStream()
+
+    def close_stream(self, stream: bytes) -> None:
+        """Take no more messages of a stream."""
+        with self._lock:
+            del self._streams[stream]
+
+    def num_taken(self, stream: bytes) -> int | None:
+        """Return how many messages of an open stream have arrived; None after one is missing."""
+        found = self._streams[stream]
+        return None if found.broken else found.num_taken
+
     def release(self) -> None:
         """Drop the receiver with all memory that it holds. Messages are stale until the next `deliver_to`."""
         self._target = None
@@ -106,7 +133,7 @@ class Inbox:
     def _run(self) -> None:
         try:
             while True:
-                self._deliver(self._socket.recv())
+                self._receive(self._socket.recv())
         except zmq.ContextTerminated:
             pass
         finally:
@@ -117,6 +144,26 @@ class Inbox:
         self._error = error
         if self._target is not None:
             self._target[0].fail(error)
+
+    def _receive(self, data: bytes) -> None:
+        stream, number, message = split(data)
+        with self._lock:
+            if stream == UNCHECKED or self._continues(stream, number):
+                self._deliver(message)
+
+    def _continues(self, stream: bytes, number: int) -> bool:
+        """Return whether a message is the next one of an open stream."""
+        found = self._streams.get(stream)
+        if found is None:
+            self.num_stale += 1
+            return False
+        if not found.broken and not found.take(number):
+            logger.warning(
+                "a message of an ingress is missing: number %d came after %d",
+                number,
+                found.num_taken,
+            )
+        return not found.broken
 
     def _deliver(self, data: bytes) -> None:
         """Deliver one message. A message that cannot be read is logged, and refused if it names its request."""

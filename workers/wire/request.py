@@ -49,6 +49,13 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     grammar: str | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        """Return whether any of the three penalties has an effect."""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:

@@ -1,7 +1,8 @@
 """ZeroMQ sockets between ranks and ingresses over TCP, encrypted and authenticated (CURVE).
 
-The listener makes a key pair; only processes that received its public key, through Ray, can connect. Knows nothing of
-the messages.
+The listener makes a key pair; only processes that received its public key, through Ray, can connect. A connection
+that is lost is opened again, but messages on their way may be lost with it, so the messages of a sender are numbered
+(`workers.wire.numbering`). A changed message is refused: it ends its connection. Knows nothing of the messages.
 """
 
 import threading
@@ -10,8 +11,14 @@ from typing import TypeAlias
 
 import zmq
 
+from workers.wire.numbering import UNCHECKED, numbered
+
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
+
+PING_MS = 2000
+ANSWER_MS = 5000
+"""A peer that does not answer a ping in this time is disconnected: both ends detect a dead connection within 7 s."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +30,11 @@ class StreamAddress:
 
 
 def listen(context: Context, host: str) -> tuple[Socket, StreamAddress]:
-    """Return a PULL socket on a free port of `host`, for any number of senders, and its address."""
-    socket = _unbounded(context.socket(zmq.PULL))
+    """Return a PULL socket on a free port of `host`, for any number of senders, and its address.
+
+    Raises OSError where the process has no descriptors left.
+    """
+    socket = _new_socket(context, zmq.PULL)
     public, secret = zmq.curve_keypair()
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = public, secret
@@ -36,17 +46,34 @@ def listen(context: Context, host: str) -> tuple[Socket, StreamAddress]:
 
 
 class Sender:
-    """Sending end. `send` and `close` may be called from different threads."""
+    """Sending end of one stream. `send` and `close` may be called from different threads.
 
-    def __init__(self, address: StreamAddress):
+    stream     carried by every message, see `workers.wire.numbering`
+    num_sent   messages given to `send`
+
+    Raises OSError where the process has no descriptors left.
+    """
+
+    def __init__(self, address: StreamAddress, stream: bytes = UNCHECKED):
+        self.num_sent = 0
+        self._address, self._stream = address, stream
         self._lock = threading.Lock()
         self._socket = _connect(address)
 
     def send(self, message: bytes) -> None:
         """Queue a message until the connection is up; after `close` the message is dropped."""
         with self._lock:
-            if not self._socket.closed:
-                self._socket.send(message, zmq.NOBLOCK)
+            if self._socket.closed:
+                return
+            data = numbered(self._stream, self.num_sent, message)
+            self.num_sent += 1
+            try:
+                self._socket.send(data, zmq.NOBLOCK)
+            except zmq.Again:
+                # ZeroMQ does not connect again after a message of the peer that it refused, and has dropped the queue.
+                self._socket.close()
+                self._socket = _connect(self._address)
+                self._socket.send(data, zmq.NOBLOCK)
 
     def close(self) -> None:
         """Drop queued messages and disconnect."""
@@ -56,7 +83,7 @@ class Sender:
 
 def _connect(address: StreamAddress) -> Socket:
     """Return a PUSH socket to a listener."""
-    socket = _unbounded(zmq.Context.instance().socket(zmq.PUSH))
+    socket = _new_socket(zmq.Context.instance(), zmq.PUSH)
     if "[" in address.endpoint:
         socket.setsockopt(zmq.IPV6, 1)
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
@@ -65,12 +92,21 @@ def _connect(address: StreamAddress) -> Socket:
     return socket
 
 
-def _unbounded(socket: Socket) -> Socket:
-    """Lift the limits of a socket: sending never blocks, closing drops queued messages.
+def _new_socket(context: Context, kind: int) -> Socket:
+    """Return a socket without limits, so that sending never blocks, which detects dead connections.
 
-    The supervisor closes the streams of an ingress that does not read.
+    Closing drops queued messages: the supervisor closes the streams of an ingress that does not read.
     """
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.LINGER, 0)
+    try:
+        socket = context.socket(kind)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, f"no socket for a stream: {error.strerror}") from error
+    for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+        socket.setsockopt(option, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+    for option in (zmq.CONNECT_TIMEOUT, zmq.HANDSHAKE_IVL, zmq.HEARTBEAT_TIMEOUT, zmq.TCP_MAXRT):
+        socket.setsockopt(option, ANSWER_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    for option in (zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_INTVL):
+        socket.setsockopt(option, max(1, PING_MS // 1000))
     return socket

@@ -2,32 +2,35 @@
 
 Sent over ZeroMQ: a message of eight outputs costs the step loop 32 us and never blocks. As an item of a Ray generator
 the message took 1.2 ms of a step, because the actor's event loop holds the interpreter lock for it. Every message
-carries its epoch, and a receiver drops messages of other epochs.
+carries its epoch, and a receiver drops messages of other epochs. A beat, which a rank sends every BEAT_S, reveals that
+the last messages before it are missing, in either direction.
 """
 
 import asyncio
 import json
 import logging
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
+from workers.wire.numbering import ReceivedStream, new_stream, split
 from workers.wire.request import RequestOutput, RequestTimes, TokenLogprobs
 from workers.wire.secure_socket import Sender, StreamAddress, listen
 
 logger = logging.getLogger(__name__)
 
+BEAT_S = 1.0
 MAX_MESSAGES_AT_ONCE = 64
 _DEFAULTS = (None, None, 0, None)  # of the last four fields, which few outputs have
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 POLLIN = int(zmq.POLLIN)  # `&` with the enum takes 10 us
 
 
 class TokenSender:
     """The end of a rank. `send` and `close` may be called from different threads."""
 
-    def __init__(self, address: StreamAddress, epoch: int):
-        self._sender = Sender(address)
+    def __init__(self, address: StreamAddress, epoch: int, stream: bytes):
+        self._sender = Sender(address, stream)
         self._epoch = epoch
 
     def send(self, rank: int, load_of_others: int, outputs: list[RequestOutput]) -> None:
@@ -36,35 +39,60 @@ class TokenSender:
         load_of_others   load of other ingresses on this rank, in tokens
         """
         fields = [_fields(output) for output in outputs]
-        message = json.dumps((self._epoch, rank, load_of_others, fields))
-        self._sender.send(message.encode())
+        self._sender.send(_encode((self._epoch, rank, load_of_others, fields)).encode())
+
+    def beat(self, rank: int, num_taken: int | None) -> None:
+        """Report how many messages of the ingress have arrived in the rank's inbox; None after one is missing."""
+        self._sender.send(_encode((self._epoch, rank, num_taken, None)).encode())
 
     def close(self) -> None:
         """Drop queued messages and disconnect."""
         self._sender.close()
 
 
+class TokenListener(Protocol):
+    """Target of a receiver's messages."""
+
+    def deliver(self, rank: int, load_of_others: int, outputs: list[RequestOutput]) -> None:
+        """Take the outputs of one step of a rank."""
+
+    def beat(self, rank: int, num_taken: int | None) -> None:
+        """Take a beat of a rank, see `TokenSender.beat`."""
+
+    def lost(self, rank: int) -> None:
+        """A message of a rank is missing; nothing more of its stream is delivered."""
+
+
 class TokenReceiver:
     """The end of an ingress, for all ranks. It delivers messages in an asyncio loop.
 
     epoch       epoch of the messages that are delivered
-    num_stale   messages dropped because they carry another epoch
+    num_stale   messages dropped because they carry another epoch, or belong to no open stream
     """
 
     def __init__(self, host: str, epoch: int):
         self.epoch = epoch
         self.num_stale = 0
+        self._streams: dict[bytes, tuple[int, ReceivedStream]] = {}  # with their ranks
         self._context = zmq.Context()
         self._socket, self.address = listen(self._context, host)
         self._loop: asyncio.AbstractEventLoop | None = None  # until `listen`
 
-    def listen(self, deliver: Callable[[int, int, list[RequestOutput]], None]) -> None:
-        """Call `deliver(rank, load_of_others, outputs)` for each message, in the running loop.
+    def open_stream(self, rank: int) -> bytes:
+        """Return the id of a new stream of a rank, in place of the one before."""
+        others = self._streams.items()
+        stream = new_stream()
+        self._streams = {key: value for key, value in others if value[0] != rank}
+        self._streams[stream] = rank, ReceivedStream()
+        return stream
+
+    def listen(self, listener: TokenListener) -> None:
+        """Deliver each message to `listener`, in the running loop.
 
         The loop watches the socket's descriptor: zmq.asyncio took 0.4 ms of the loop's time for a message.
         """
         self._loop = asyncio.get_running_loop()
-        self._deliver = deliver
+        self._listener = listener
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._loop.call_soon(self._drain)
 
@@ -73,18 +101,39 @@ class TokenReceiver:
         for _ in range(MAX_MESSAGES_AT_ONCE):
             if self._socket.closed or not int(self._socket.get(zmq.EVENTS)) & POLLIN:
                 return
-            self._take(self._socket.recv(zmq.NOBLOCK))
+            self._receive(self._socket.recv(zmq.NOBLOCK))
         assert self._loop is not None
         self._loop.call_soon(self._drain)  # other work of the loop gets a turn first
+
+    def _receive(self, data: bytes) -> None:
+        """Deliver one message, unless its stream is closed or lacks a message."""
+        stream, number, message = split(data)
+        found = self._streams.get(stream)
+        if found is None:
+            self.num_stale += 1
+            return
+        rank, received = found
+        if received.take(number):
+            self._take(message)
+        else:
+            logger.warning(
+                "a message of rank %d is missing: number %d came after %d",
+                *(rank, number, received.num_taken),
+            )
+            del self._streams[stream]
+            self._listener.lost(rank)
 
     def _take(self, message: bytes) -> None:
         """Deliver one message, unless it is of another epoch."""
         try:
-            epoch, rank, load_of_others, outputs = json.loads(message)
-            if epoch == self.epoch:
-                self._deliver(rank, load_of_others, [_output(fields) for fields in outputs])
-            else:
+            # `json.loads` detects the encoding of bytes, which takes as long as the checks of the stream.
+            epoch, rank, number, outputs = json.loads(message.decode())
+            if epoch != self.epoch:
                 self._count_stale(epoch)
+            elif outputs is None:
+                self._listener.beat(rank, number)
+            else:
+                self._listener.deliver(rank, number, [_output(fields) for fields in outputs])
         except Exception:
             logger.exception("a message of a rank was not delivered: %.200r", message)
 

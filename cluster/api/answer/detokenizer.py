@@ -14,6 +14,7 @@ from typing import Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
+from cluster.api.tools.base import possible_start
 from workers.wire.request import RequestOutput
 
 REPLACEMENT = "\ufffd"
@@ -208,19 +209,17 @@ class GenericDecoder:
 class StopMatcher:
     """Finds the stop string that completes first, and holds back text that may be the beginning of one.
 
-    Runs one Knuth-Morris-Pratt automaton per stop string, so where the text is cut does not depend
-    on how it is split into pieces, and the cost per character is constant. Of two stop strings
-    that end on the same character the longer one counts.
+    Where the text is cut does not depend on how it is split into pieces. Of two stop strings that end on the same
+    character the longer one counts.
 
     include: the text includes the stop string, so no text is held back.
     """
 
     def __init__(self, stops: list[str], *, include: bool = False) -> None:
         assert all(stops), "an empty stop string would match everywhere"
-        self._stops = [(stop, _failure_table(stop)) for stop in stops]
-        self._states = [0] * len(stops)  # how many characters of each stop string are matched
+        self._stops, self._firsts = stops, {stop[0] for stop in stops}
         self._include = include
-        self._held = ""
+        self._tail = ""  # may be the beginning of a stop string
         self.matched: str | None = None
 
     def push(self, text: str, *, armed: bool = True) -> str:
@@ -230,44 +229,25 @@ class StopMatcher:
         """
         if self.matched is not None:
             return ""
-        states, stops = self._states, self._stops
-        held = self._held + text
-        for position, char in enumerate(text, start=len(self._held) + 1):
-            for i, (stop, failure) in enumerate(stops):
-                state = states[i]
-                while state and stop[state] != char:
-                    state = failure[state - 1]
-                if stop[state] == char:
-                    state += 1
-                    if state == len(stop):
-                        if armed and (self.matched is None or len(stop) > len(self.matched)):
-                            self.matched = stop
-                        state = failure[state - 1]
-                states[i] = state
-            if self.matched is not None:
-                self._held = ""
-                return held[: position if self._include else position - len(self.matched)]
-        keep = len(held) - (0 if self._include else max(states))
-        self._held = held[keep:]
-        return held[:keep]
+        if not self._tail and self._firsts.isdisjoint(text):
+            return text
+        old, text = len(self._tail), self._tail + text
+        shown = old if self._include else 0
+        if armed:
+            found = ((text.find(stop, max(0, old + 1 - len(stop))), stop) for stop in self._stops)
+            ends = [(at + len(stop), -len(stop), stop) for at, stop in found if at >= 0]
+            if ends:
+                end, _, self.matched = min(ends)
+                self._tail = ""
+                return text[shown : end if self._include else end - len(self.matched)]
+        end = len(text) - max(possible_start(text, stop) for stop in self._stops)
+        self._tail = text[end:]
+        return text[shown : None if self._include else end]
 
     def flush(self) -> str:
         """Return the text that was held back. Called after the last `push`."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _failure_table(stop: str) -> list[int]:
-    """[i]: length of the longest proper prefix of stop[: i + 1] that is also its suffix."""
-    table = [0] * len(stop)
-    length = 0
-    for i in range(1, len(stop)):
-        while length and stop[i] != stop[length]:
-            length = table[length - 1]
-        if stop[i] == stop[length]:
-            length += 1
-        table[i] = length
-    return table
+        held, self._tail = self._tail, ""
+        return "" if self._include else held
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from enum import Enum
 
+from cluster.api.tools.base import possible_start
+
 OPEN = "<think>"
 CLOSE = "</think>"
 
@@ -81,7 +83,7 @@ class ReasoningSplitter:
         if closed:
             self._state, self._trims = Thinking.CLOSED, True
             return thought.rstrip(), after
-        shown = thought[: len(thought) - _possible_close(thought)].rstrip()
+        shown = thought[: len(thought) - possible_start(thought, CLOSE)].rstrip()
         self._held = thought[len(shown) :]
         return shown, ""
 
@@ -113,11 +115,3 @@ class ThoughtCounter:
             seen = seen[1 - len(CLOSE) :]
         self._seen = seen
         return self._state is not Thinking.CLOSED
-
-
-def _possible_close(text: str) -> int:
-    """Return the number of characters at the end of `text` that may be the beginning of CLOSE."""
-    for length in range(min(len(CLOSE) - 1, len(text)), 0, -1):
-        if text.endswith(CLOSE[:length]):
-            return length
-    return 0

@@ -5,9 +5,10 @@ PHALANX_FAULTS arms point NAME in process PID: the point removes the file and fa
 exchange wait at random; while a file `no-start` is there, no new rank starts; while a file `noise` is there, each
 value between attention and experts is changed by about NOISE of it, which is the size of a rounding error. While a
 file `poison` is there, each step with a request of seed POISON_SEED fails: by SIGKILL of its rank if the file contains
-`die`, otherwise by an error.
+`die`, otherwise by an error. Point `lost` loses a message of a stream; `reset` resets the connections of all streams.
 """
 
+import ctypes
 import importlib.machinery
 import importlib.util
 import os
@@ -122,8 +123,60 @@ def patch_actor() -> None:
     before(RankActor, "__init__", in_init)
 
 
+class _Unspecified(ctypes.Structure):
+    """A sockaddr of AF_UNSPEC: `connect` to it resets a TCP connection."""
+
+    _fields_ = (("family", ctypes.c_ushort), ("data", ctypes.c_char * 14))
+
+
+def reset_streams(ports: set[int]) -> None:
+    """Reset this process's TCP connections from or to `ports`, as a firewall does that has lost them."""
+    import psutil
+
+    libc, address = ctypes.CDLL(None), _Unspecified()
+    for link in psutil.Process().net_connections("tcp"):
+        if link.raddr and {link.laddr.port, link.raddr.port} & ports:
+            libc.connect(link.fd, ctypes.byref(address), ctypes.sizeof(address))
+
+
+def patch_wire() -> None:
+    from workers.wire import secure_socket
+    from workers.wire.numbering import UNCHECKED
+    from workers.wire.secure_socket import Sender, StreamAddress
+
+    connect, listen, send = secure_socket._connect, secure_socket.listen, Sender.send
+    ports: set[int] = set()
+
+    def note(address: StreamAddress) -> None:
+        ports.add(int(address.endpoint.rpartition(":")[2]))
+
+    def connect_noted(address: StreamAddress) -> Any:
+        note(address)
+        return connect(address)
+
+    def listen_noted(*args: Any) -> Any:
+        found = listen(*args)
+        note(found[1])
+        return found
+
+    def send_or_lose(self: Sender, message: bytes) -> None:
+        if self._stream != UNCHECKED and armed("lost"):
+            self.num_sent += 1
+            return
+        send(self, message)
+        if self._stream != UNCHECKED and armed("reset"):
+            reset_streams(ports)
+
+    secure_socket._connect, secure_socket.listen = connect_noted, listen_noted
+    Sender.send = send_or_lose  # type: ignore[method-assign]
+
+
 # By the module after whose import they run; ranks alone import the first, when all that is patched can be imported.
-PATCHES = {"workers.rank.epoch": patch_points, "workers.rank.actor": patch_actor}
+PATCHES = {
+    "workers.rank.epoch": patch_points,
+    "workers.rank.actor": patch_actor,
+    "workers.wire.secure_socket": patch_wire,
+}
 
 
 class Finder:

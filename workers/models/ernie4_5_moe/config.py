@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from workers.models.config_reader import ConfigReader
-from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.decoder_weights import WeightNames
 from workers.specs.model import (
     GqaSpec,
     LayerSpec,
@@ -14,22 +14,12 @@ from workers.specs.model import (
     RouterSpec,
     SharedExpertSpec,
 )
-from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
-    "vocab_size": 103424,
-    "hidden_size": 2560,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 20,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500_000.0,
     "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 4,
+    "rope_theta": 500_000.0,
     "tie_word_embeddings": True,
-    "moe_intermediate_size": 1536,
-    "moe_k": 6,
-    "moe_num_experts": 64,
     "moe_num_shared_experts": 2,
     "moe_layer_start_index": 1,
     "moe_layer_interval": 1,
@@ -53,7 +43,7 @@ def read_config(read: ConfigReader) -> ModelConfig:
         rope=replace(read.rope(), interleaved=True),
     )
     moe = _read_experts(read)
-    dense = MlpSpec(width=read.integer("intermediate_size"), activation=moe.activation)
+    dense = MlpSpec(intermediate_size=read.integer("intermediate_size"), activation=moe.activation)
     read.fixed("use_bias", False, None)
     read.fixed("moe_gate", "topk", None)
     read.fixed("moe_use_aux_free", True, None)
@@ -71,13 +61,13 @@ def read_config(read: ConfigReader) -> ModelConfig:
 def _read_experts(read: ConfigReader) -> MoeSpec:
     activation, width = read.activation(), read.integer("moe_intermediate_size")
     shared = read.count("moe_num_shared_experts") * width
-    router = RouterSpec(top_k=read.integer("moe_k"), renormalise=True, bias=True)
+    router = RouterSpec(top_k=read.integer("moe_k"), norm_topk_prob=True, bias=True)
     return MoeSpec(
         num_experts=read.integer("moe_num_experts"),
-        width=width,
+        intermediate_size=width,
         activation=activation,
         router=router,
-        shared=SharedExpertSpec(width=shared, activation=activation, gated=False)
+        shared=SharedExpertSpec(intermediate_size=shared, activation=activation, gated=False)
         if shared
         else None,
     )
@@ -90,8 +80,3 @@ def _layers_with_experts(read: ConfigReader) -> Iterator[bool]:
         end = read.integer_or("moe_layer_end_index", end)
     for layer in range(num_layers):
         yield start <= layer <= end and (layer + 1) % interval == 0
-
-
-def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
-    """Yield every tensor of a checkpoint but scales and those of multi-token prediction."""
-    return decoder_weights(config, NAMES)

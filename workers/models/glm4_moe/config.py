@@ -1,9 +1,7 @@
 """Reads config.json of GLM-4.5, 4.6 and 4.7 and maps their weights. Needs no torch; knows nothing of ranks."""
 
-from collections.abc import Iterator
-
 from workers.models.config_reader import ConfigReader
-from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.decoder_weights import WeightNames
 from workers.models.deepseek_reads import (
     TRAINING_KEYS,
     prediction_layers,
@@ -12,31 +10,17 @@ from workers.models.deepseek_reads import (
     read_layers,
 )
 from workers.specs.model import GqaSpec, ModelConfig
-from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
-    "vocab_size": 151552,
-    "hidden_size": 4096,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 46,
+    "rms_norm_eps": 1e-5,
     "num_nextn_predict_layers": 1,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
     "n_shared_experts": 1,
-    "n_routed_experts": 128,
     "routed_scaling_factor": 1.0,
     "n_group": 1,
     "topk_group": 1,
-    "num_experts_per_tok": 8,
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
     "use_qk_norm": False,
-    "max_position_embeddings": 131072,
-    "rope_theta": 10_000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
 }
 PARTIAL_ROTARY = 0.5
 NAMES = WeightNames(shared="mlp.shared_experts")
@@ -60,8 +44,3 @@ def read_config(read: ConfigReader) -> ModelConfig:
     read.ignore(*TRAINING_KEYS)
     layers = read_layers(read, attention, moe)
     return read.finish(layers, moe, skipped=prediction_layers(read))
-
-
-def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
-    """Yield every tensor of a checkpoint but scales and those of skipped layers."""
-    return decoder_weights(config, NAMES)

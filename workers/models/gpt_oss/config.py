@@ -1,29 +1,16 @@
 """Reads config.json of gpt-oss and maps its weights. Needs no torch; knows nothing of ranks."""
 
-from collections.abc import Iterator
-
 from kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
 from workers.models.config_reader import ConfigReader
-from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.decoder_weights import WeightNames
 from workers.specs.model import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RopeSpec, RouterSpec
-from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
-    "vocab_size": 201088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 64,
+    "rms_norm_eps": 1e-5,
     "num_key_value_heads": 8,
     "head_dim": 64,
-    "sliding_window": 128,
-    "max_position_embeddings": 131072,
     "rope_theta": 150_000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
     "attention_bias": True,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
 }
 # transformers' rotary embedding where config.json has none.
 ROPE = {
@@ -44,10 +31,10 @@ def read_config(read: ConfigReader) -> ModelConfig:
         rope = RopeSpec(rope_type="yarn", rope_theta=rope.rope_theta, scaling=ROPE)
     experts = MoeSpec(
         num_experts=read.integer("num_local_experts"),
-        width=read.integer("intermediate_size"),
+        intermediate_size=read.integer("intermediate_size"),
         activation="clamped_swiglu",
         router=RouterSpec(
-            top_k=read.integer("num_experts_per_tok"), renormalise=True, logit_bias=True
+            top_k=read.integer("num_experts_per_tok"), norm_topk_prob=True, logit_bias=True
         ),
         bias=True,
     )
@@ -72,9 +59,4 @@ def read_config(read: ConfigReader) -> ModelConfig:
     read.fixed("swiglu_limit", SWIGLU_LIMIT, None)
     read.fixed("experts_per_token", experts.router.top_k, None)
     read.ignore("initial_context_length")  # the rotary embedding has it
-    return read.finish(layers, experts, mxfp4=read.mxfp4())
-
-
-def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
-    """Yield every tensor of a checkpoint, the experts' tensors one expert at a time."""
-    return decoder_weights(config, NAMES)
+    return read.finish(layers, experts, stacked_form=read.mxfp4())

@@ -1,10 +1,9 @@
 """Reads config.json of Granite-MoE and maps its weights. Needs no torch; knows nothing of ranks or devices."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from workers.models.config_reader import ConfigReader
-from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.decoder_weights import WeightNames
 from workers.specs.model import (
     GqaSpec,
     LayerSpec,
@@ -13,25 +12,12 @@ from workers.specs.model import (
     RouterSpec,
     SharedExpertSpec,
 )
-from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10_000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
     "attention_multiplier": 1.0,
     "embedding_multiplier": 1.0,
     "logits_scaling": 1.0,
     "residual_multiplier": 1.0,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
     "shared_intermediate_size": 0,
 }
 NAMES = WeightNames(
@@ -88,15 +74,10 @@ def _read_experts(read: ConfigReader) -> MoeSpec:
         shared = read.count("shared_intermediate_size")
     return MoeSpec(
         num_experts=read.integer("num_local_experts"),
-        width=read.integer("intermediate_size"),
+        intermediate_size=read.integer("intermediate_size"),
         activation=activation,
-        router=RouterSpec(top_k=read.integer("num_experts_per_tok"), renormalise=True),
-        shared=SharedExpertSpec(width=shared, activation=activation, gated=False)
+        router=RouterSpec(top_k=read.integer("num_experts_per_tok"), norm_topk_prob=True),
+        shared=SharedExpertSpec(intermediate_size=shared, activation=activation, gated=False)
         if shared
         else None,
     )
-
-
-def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
-    """Yield every tensor of a checkpoint but scales."""
-    return decoder_weights(config, NAMES)

@@ -1,26 +1,11 @@
 """Reads config.json of MiniMax-M2 and maps its weights. Needs no torch; knows nothing of ranks or devices."""
 
-from collections.abc import Iterator
-
 from workers.models.config_reader import ConfigReader
-from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.decoder_weights import WeightNames
 from workers.specs.model import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RouterSpec
-from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
-    "vocab_size": 200064,
-    "hidden_size": 3072,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 62,
-    "num_attention_heads": 48,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 196608,
     "rope_theta": 5_000_000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "num_local_experts": 256,
-    "num_experts_per_tok": 8,
 }
 NAMES = WeightNames(
     moe="block_sparse_moe",
@@ -57,11 +42,14 @@ def read_config(read: ConfigReader) -> ModelConfig:
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
     )
     router = RouterSpec(
-        top_k=read.integer("num_experts_per_tok"), renormalise=True, score="sigmoid", bias=True
+        top_k=read.integer("num_experts_per_tok"),
+        norm_topk_prob=True,
+        scoring_func="sigmoid",
+        bias=True,
     )
     moe = MoeSpec(
         num_experts=read.integer("num_local_experts"),
-        width=read.integer("intermediate_size"),
+        intermediate_size=read.integer("intermediate_size"),
         activation=read.activation(),
         router=router,
     )
@@ -77,8 +65,3 @@ def read_config(read: ConfigReader) -> ModelConfig:
     return read.finish(
         (LayerSpec(attention=attention, mlp=moe),) * num_layers, moe, renamed=RENAMED
     )
-
-
-def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
-    """Yield every tensor of a checkpoint but scales."""
-    return decoder_weights(config, NAMES)

@@ -1,25 +1,13 @@
 """Reads config.json of Mixtral and maps its weights. Needs no torch; knows nothing of ranks or devices."""
 
-from collections.abc import Iterator
-
 from workers.models.config_reader import ConfigReader
-from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.decoder_weights import WeightNames
 from workers.specs.model import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RouterSpec
-from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rope_theta": 1_000_000.0,
     "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,
+    "rope_theta": 1_000_000.0,
 }
 NAMES = WeightNames(
     moe="block_sparse_moe",
@@ -41,16 +29,11 @@ def read_config(read: ConfigReader) -> ModelConfig:
     )
     moe = MoeSpec(
         num_experts=read.integer("num_local_experts"),
-        width=read.integer("intermediate_size"),
+        intermediate_size=read.integer("intermediate_size"),
         activation=read.activation(),
-        router=RouterSpec(top_k=read.integer("num_experts_per_tok"), renormalise=True),
+        router=RouterSpec(top_k=read.integer("num_experts_per_tok"), norm_topk_prob=True),
     )
     read.fixed("sliding_window", None)
     read.ignore("router_jitter_noise")  # of training
     layers = (LayerSpec(attention=attention, mlp=moe),) * read.integer("num_hidden_layers")
     return read.finish(layers, moe, renamed=RENAMED)
-
-
-def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
-    """Yield every tensor of a checkpoint but scales."""
-    return decoder_weights(config, NAMES)

@@ -1,27 +1,14 @@
 """Reads config.json of OLMoE and maps its weights. Needs no torch; knows nothing of ranks or devices."""
 
-from collections.abc import Iterator
-
 from workers.models.config_reader import ConfigReader
-from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.decoder_weights import WeightNames
 from workers.specs.model import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RouterSpec
-from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
-    "vocab_size": 50304,
-    "hidden_size": 2048,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 4096,
-    "rope_theta": 10_000.0,
     "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
     "norm_topk_prob": False,
 }
+NAMES = WeightNames()
 
 
 def read_config(read: ConfigReader) -> ModelConfig:
@@ -40,18 +27,13 @@ def read_config(read: ConfigReader) -> ModelConfig:
         clip_qkv=read.number_or_none("clip_qkv"),
     )
     router = RouterSpec(
-        top_k=read.integer("num_experts_per_tok"), renormalise=read.boolean("norm_topk_prob")
+        top_k=read.integer("num_experts_per_tok"), norm_topk_prob=read.boolean("norm_topk_prob")
     )
     moe = MoeSpec(
         num_experts=read.integer("num_experts"),
-        width=read.integer("intermediate_size"),
+        intermediate_size=read.integer("intermediate_size"),
         activation=read.activation(),
         router=router,
     )
     layers = (LayerSpec(attention=attention, mlp=moe),) * read.integer("num_hidden_layers")
     return read.finish(layers, moe)
-
-
-def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
-    """Yield every tensor of a checkpoint but scales."""
-    return decoder_weights(config, WeightNames())

@@ -1,9 +1,7 @@
 """Reads config.json of Qwen2-MoE and maps its weights. Needs no torch; knows nothing of ranks or devices."""
 
-from collections.abc import Iterator
-
 from workers.models.config_reader import ConfigReader
-from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.decoder_weights import WeightNames
 from workers.specs.model import (
     GqaSpec,
     LayerSpec,
@@ -13,27 +11,14 @@ from workers.specs.model import (
     RouterSpec,
     SharedExpertSpec,
 )
-from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
     "num_key_value_heads": 16,
-    "max_position_embeddings": 32768,
-    "rope_theta": 10_000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
     "qkv_bias": True,
     "decoder_sparse_step": 1,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
     "norm_topk_prob": False,
 }
+NAMES = WeightNames()
 
 
 def read_config(read: ConfigReader) -> ModelConfig:
@@ -47,20 +32,22 @@ def read_config(read: ConfigReader) -> ModelConfig:
         qkv_bias=read.boolean("qkv_bias"),
     )
     router = RouterSpec(
-        top_k=read.integer("num_experts_per_tok"), renormalise=read.boolean("norm_topk_prob")
+        top_k=read.integer("num_experts_per_tok"), norm_topk_prob=read.boolean("norm_topk_prob")
     )
     activation = read.activation()
     shared = SharedExpertSpec(
-        width=read.integer("shared_expert_intermediate_size"), activation=activation, gated=True
+        intermediate_size=read.integer("shared_expert_intermediate_size"),
+        activation=activation,
+        gated=True,
     )
     moe = MoeSpec(
         num_experts=read.integer("num_experts"),
-        width=read.integer("moe_intermediate_size"),
+        intermediate_size=read.integer("moe_intermediate_size"),
         activation=activation,
         router=router,
         shared=shared,
     )
-    dense = MlpSpec(width=read.integer("intermediate_size"), activation=activation)
+    dense = MlpSpec(intermediate_size=read.integer("intermediate_size"), activation=activation)
     read.fixed("use_sliding_window", False, None)
     read.ignore("sliding_window", "max_window_layers")
     layers = tuple(
@@ -68,8 +55,3 @@ def read_config(read: ConfigReader) -> ModelConfig:
         for has_experts in read.layers_with_experts()
     )
     return read.finish(layers, moe)
-
-
-def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
-    """Yield every tensor of a checkpoint but scales."""
-    return decoder_weights(config, WeightNames())

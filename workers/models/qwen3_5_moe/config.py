@@ -4,29 +4,18 @@ A release has a vision tower, and the settings of the text part under `text_conf
 alone. Images are not served: all tokens are text, at which the three positions of its rotary embedding are equal.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from workers.models.config_reader import ConfigReader
-from workers.models.decoder_weights import WeightNames, decoder_weights
-from workers.models.delta_net_reads import (
-    HYBRID_DEFAULTS,
-    read_hybrid_layers,
-)
+from workers.models.decoder_weights import WeightNames
+from workers.models.gdn_reads import HYBRID_DEFAULTS, read_hybrid_layers
 from workers.specs.model import ModelConfig
-from workers.specs.weight_map import WeightEntry
 
-DEFAULTS = {
-    **HYBRID_DEFAULTS,
-    "vocab_size": 248320,
-    "num_hidden_layers": 40,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-}
+DEFAULTS = HYBRID_DEFAULTS
 WHOLE = "qwen3_5_moe"  # with a vision tower
 TEXT = "text_config"
-TEXT_TYPE = "qwen3_5_moe_text"
 VISION = "vision_config"
 OF_IMAGES = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 OF_PREDICTION = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
@@ -58,14 +47,9 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_config(read: ConfigReader) -> ModelConfig:
     """Return the config; `read.problems` names what is wrong with it."""
-    layers, moe = read_hybrid_layers(read, renormalise=True)
+    layers, moe = read_hybrid_layers(read, norm_topk_prob=True)
     read.ignore(*OF_IMAGES, *OF_PREDICTION)
     read.fixed("mlp_only_layers", [], None)
     vision = read.raw(VISION) is not None
     config = read.finish(layers, moe, skipped=SKIPPED, renamed=RENAMED, norm_offset=1.0)
     return replace(config, skipped_parts=("the vision tower",)) if vision else config
-
-
-def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
-    """Yield every tensor of a checkpoint but scales."""
-    return decoder_weights(config, NAMES)

@@ -1,31 +1,14 @@
 """Reads config.json of Qwen3-MoE and maps its weights. Needs no torch; knows nothing of ranks or devices."""
 
-from collections.abc import Iterator
-
 from workers.models.config_reader import ConfigReader
-from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.decoder_weights import WeightNames
 from workers.specs.model import GqaSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, RouterSpec
-from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "rope_theta": 10_000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
     "decoder_sparse_step": 1,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 8,
     "norm_topk_prob": False,
 }
+NAMES = WeightNames()
 
 
 def read_config(read: ConfigReader) -> ModelConfig:
@@ -42,16 +25,16 @@ def read_config(read: ConfigReader) -> ModelConfig:
         output_bias=bias,
     )
     router = RouterSpec(
-        top_k=read.integer("num_experts_per_tok"), renormalise=read.boolean("norm_topk_prob")
+        top_k=read.integer("num_experts_per_tok"), norm_topk_prob=read.boolean("norm_topk_prob")
     )
     activation = read.activation()
     moe = MoeSpec(
         num_experts=_num_experts(read),
-        width=read.integer("moe_intermediate_size"),
+        intermediate_size=read.integer("moe_intermediate_size"),
         activation=activation,
         router=router,
     )
-    dense = MlpSpec(width=read.integer("intermediate_size"), activation=activation)
+    dense = MlpSpec(intermediate_size=read.integer("intermediate_size"), activation=activation)
     read.fixed("use_sliding_window", False, None)
     read.fixed("use_qk_norm", True, None)
     read.ignore("sliding_window", "max_window_layers")
@@ -70,8 +53,3 @@ def _num_experts(read: ConfigReader) -> int:
             f"num_experts is {old!r} but num_local_experts is {new!r}; expected one number"
         )
     return read.integer("num_local_experts" if new is not None else "num_experts")
-
-
-def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
-    """Yield every tensor of a checkpoint but scales."""
-    return decoder_weights(config, WeightNames())

@@ -1,0 +1,44 @@
+"""Judges by the beats of a rank whether messages between the rank and an ingress were lost. Pure: no clock, no I/O.
+
+A rank sends a beat every BEAT_S. A missing message before it is detected by the receiver of the tokens, so a beat only
+has to prove that the rank lives and that the ingress's messages have arrived.
+"""
+
+from collections import deque
+
+from workers.wire.token_stream import BEAT_S
+
+ARRIVAL_BEATS = 5
+"""Beats within which a message must have arrived; a message takes some milliseconds."""
+
+SILENCE_S = 8 * BEAT_S
+"""Time without a beat, after which connections are opened again. ZeroMQ notices a dead one in 7 s."""
+
+
+class StreamWatch:
+    """The stream of one rank; times are seconds of any clock."""
+
+    def __init__(self, now: float):
+        self._last_beat = now
+        self._sent = deque([0], maxlen=ARRIVAL_BEATS)  # messages sent before each of the last beats
+
+    def beat(self, num_taken: int | None, num_sent: int, now: float) -> str | None:
+        """Take a beat; return what was lost, if anything was.
+
+        num_taken   messages that have arrived at the rank; None after one is missing
+        num_sent    messages that were sent to it
+        """
+        self._last_beat = now
+        due = self._sent[0]
+        self._sent.append(num_sent)
+        if num_taken is None:
+            return "the rank misses a message of this ingress"
+        if num_taken < due:
+            return f"{num_taken} of {due} messages of this ingress have arrived at the rank"
+        return None
+
+    def silence(self, now: float) -> str | None:
+        """Return the reason to give the stream up if no beat has come for SILENCE_S."""
+        if now - self._last_beat < SILENCE_S:
+            return None
+        return f"the rank has sent nothing for {now - self._last_beat:.0f} s"

@@ -1,0 +1,324 @@
+"""Latent attention (MLA) by flashinfer on Hopper GPUs in bfloat16; the decodes can be captured in CUDA graphs.
+
+Decodes attend to the cached latents themselves: the up-projection of K moves to q, that of V behind the softmax
+(absorbed). Prompts expand latents into heads of K and V, because from some 170 rows on that takes fewer operations:
+those of the new rows first, then those of computed tokens in chunks, merged by their log-sum-exps.
+
+T tokens, H heads, n and r unrotated and rotated values of a head of q and k, d = n + r, v values of a head of V,
+u = n + v, C values of a latent, W = C + r, B decodes, M rows of prompts, L keys of a chunk.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from kernels.attention.base import AttentionBatch, GraphAttention, GraphForm
+from kernels.attention.context_chunks import Piece, chunk_limit, cut_contexts
+from kernels.attention.flashinfer import FlashInferAttention
+from kernels.attention.flashinfer_decodes import Pages
+from kernels.attention.flashinfer_modules import compile_missing, latent_modules
+from kernels.host.hopper import on_hopper
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.backend import BackendShape
+from kernels.pending import wait_previous_ubatch
+
+# Of the latent and the rotated key: the sizes of every release, and the only ones that the kernel is built for.
+RANK, ROPE_DIM = 512, 64
+# Values of a head of q and k, and of v, in the prompts' kernel: those of DeepSeek and of GLM.
+HEAD_DIMS = ((192, 128), (256, 256))
+# For partial results of sequences that are cut: bfloat16 [2 * 132 * 64, C] and their log-sum-exps take 18 MB.
+WORKSPACE_BYTES = 32 * 2**20
+SCHEDULE_BYTES = 8 * 2**20  # of one wrapper
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of the prompts, counted from the first one, that attend to computed tokens in `slots`, int64 [L]."""
+
+    rows: slice
+    slots: torch.Tensor
+    wrapper: Any
+
+
+class FlashInferMlaAttention(GraphAttention):
+    """Wrappers of flashinfer over one workspace; one instance is planned for one forward at a time."""
+
+    name = "flashinfer_mla"
+    devices = ("cuda",)
+    auto = "latent attention (MLA), decodes on the pages where they lie, planned once a step"
+    fused_store = True
+    mla = True
+    distributions = ("flashinfer-python",)
+
+    def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
+        super().__init__(specs, block_size)
+        import flashinfer
+
+        from kernels.triton.expand_keys import expand_keys
+        from kernels.triton.merge_attention import merge_attention
+        from kernels.triton.paged import list_pages
+        from kernels.triton.store_latents import store_latents
+
+        self._flashinfer: Any = flashinfer
+        self._list_pages, self._store_latents = list_pages, store_latents
+        self._expand_keys, self._merge_attention = expand_keys, merge_attention
+        spec = self.spec = self.specs[0]
+        assert spec.mla is not None
+        self.dims = spec.mla
+        # Rows of decodes and of all sequences in the planned forward, and the chunks of its prompts' computed tokens.
+        self._num_decodes = self._num_rows = 0
+        self._chunks: list[Chunk] = []
+        self._chunk_wrappers: list[Any] = []
+        self._graph_pages: torch.Tensor | None = None
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        if not on_hopper(device):
+            return "it needs a Hopper GPU (compute capability 9.0)"
+        return FlashInferAttention.unavailable(device)
+
+    @classmethod
+    def unsupported_reason(cls, shape: BackendShape) -> str | None:
+        if shape.dtype != torch.bfloat16:
+            return f"it computes in bfloat16, model.dtype is {shape.dtype_name}"
+        if reason := super().unsupported_reason(shape):
+            return reason
+        if len(set(shape.attention_specs)) > 1:
+            return "it takes layers of one shape, the model's differ"
+        for spec in shape.attention_specs[:1]:
+            dims = spec.mla
+            assert dims is not None
+            if (dims.rank, dims.rope_dim) != (RANK, ROPE_DIM):
+                found = f"{dims.rank} and {dims.rope_dim}"
+                return f"it takes latents of {RANK} and rotated keys of {ROPE_DIM} values, the model's have {found}"
+            if (spec.head_dim, dims.value_dim) not in HEAD_DIMS:
+                known = " or ".join(f"{qk} and {v}" for qk, v in HEAD_DIMS)
+                found = f"{spec.head_dim} and {dims.value_dim}"
+                return f"it takes heads of {known} values in k and v, the model's have {found}"
+        return None
+
+    @classmethod
+    def kept_bytes(cls, shape: BackendShape) -> int:
+        """Return the bytes of the workspace and of two schedules; each chunk of a prompt's context has one more."""
+        return WORKSPACE_BYTES + 2 * SCHEDULE_BYTES
+
+    @classmethod
+    def compile_kernels(cls, dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> None:
+        compile_missing(latent_modules(dtype, specs))
+
+    def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        """Also compile flashinfer's kernels, if this machine has not done so before (minutes)."""
+        super().bind(kv_caches)
+        rank = self.dims.rank
+        self._latents = [(cache[..., :rank], cache[..., rank:]) for cache in kv_caches]
+        self._chunks, self._chunk_wrappers, self._graph_pages = [], [], None
+        if not kv_caches:
+            return
+        assert kv_caches[0].dtype == torch.bfloat16, kv_caches[0].dtype
+        device = self._device = kv_caches[0].device
+        self._slots = torch.empty(0, dtype=torch.int64, device=device)
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        mla = self._flashinfer.mla.BatchMLAPagedAttentionWrapper
+        self._decodes = mla(self._workspace, backend="fa3")
+        self._new_rows = self._ragged()
+        self._plan_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.compile_kernels(torch.bfloat16, self.specs)
+        self._load()
+
+    def _ragged(self) -> Any:
+        return self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, backend="fa3")
+
+    def _load(self) -> None:
+        """Plan one token as decode and as prompt, which loads the modules."""
+        page = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._plan_decodes(torch.arange(2, dtype=torch.int32), page, np.ones(1, dtype=np.int32))
+        ends = np.arange(2, dtype=np.int32)
+        self._plan_prompts(self._new_rows, ends, ends, causal=True)
+        torch.cuda.synchronize(self._device)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self._slots = batch.slot_mapping
+        self._num_decodes, self._num_rows = batch.num_single_rows, batch.num_tokens
+        self._chunks = []
+        # Schedules are copied to the device from pinned memory that this plan overwrites.
+        self._plan_copied.synchronize()
+        if batch.num_single_rows:
+            lens = batch.seq_lens_cpu[: batch.num_single_rows]
+            pages = Pages(lens, self.block_size)
+            pages.ship(torch.empty(pages.total, dtype=torch.int32, device=self._device))
+            table = batch.block_table[: batch.num_single_rows]
+            self._list_pages(table, pages.starts, pages.pages)
+            self._plan_decodes(pages.starts_cpu, pages.pages, lens)
+        if batch.num_seqs > batch.num_single_rows:
+            self._plan_extends(batch)
+        self._plan_copied.record()
+
+    def _plan_decodes(
+        self, page_starts_cpu: torch.Tensor, pages: torch.Tensor, lens_cpu: np.ndarray
+    ) -> None:
+        """Plan one row a sequence; a length of 0 gives a row of zeros. The launch depends on the heads alone."""
+        self._decodes.plan(
+            torch.arange(len(lens_cpu) + 1, dtype=torch.int32),
+            page_starts_cpu,
+            pages,
+            torch.from_numpy(np.ascontiguousarray(lens_cpu, dtype=np.int32)),
+            self.spec.num_heads,
+            self.dims.rank,
+            self.dims.rope_dim,
+            self.block_size,
+            False,  # causal: one row sees all of its sequence
+            self.spec.scale,
+            torch.bfloat16,
+            torch.bfloat16,
+        )
+
+    def _plan_prompts(
+        self, wrapper: Any, rows: np.ndarray, keys: np.ndarray, *, causal: bool
+    ) -> None:
+        """Plan prompts; rows and keys are int32 [sequences + 1], where each one's rows and keys start."""
+        heads = self.spec.num_heads
+        wrapper.plan(
+            torch.from_numpy(rows),
+            torch.from_numpy(keys),
+            heads,
+            heads,
+            self.spec.head_dim,
+            head_dim_vo=self.dims.value_dim,
+            causal=causal,
+            sm_scale=self.spec.scale,
+            q_data_type=torch.bfloat16,
+            kv_data_type=torch.bfloat16,
+        )
+
+    def _plan_extends(self, batch: AttentionBatch) -> None:
+        """Plan the sequences behind the decodes: their new rows, then their computed tokens in chunks."""
+        first = batch.num_single_rows
+        starts = batch.query_start_loc_cpu[first:] - batch.query_start_loc_cpu[first]
+        self._plan_prompts(self._new_rows, starts, starts, causal=True)
+        contexts = batch.seq_lens_cpu[first:] - np.diff(starts)
+        limit = chunk_limit(int(starts[-1]), self.block_size)
+        for number, pieces in enumerate(cut_contexts(contexts, limit, self.block_size)):
+            if number == len(self._chunk_wrappers):
+                self._chunk_wrappers.append(self._ragged())
+            wrapper = self._chunk_wrappers[number]
+            rows = starts[pieces[0].seq : pieces[-1].seq + 2]
+            keys = np.cumsum([0, *(piece.end - piece.start for piece in pieces)], dtype=np.int32)
+            self._plan_prompts(wrapper, rows - rows[0], keys, causal=False)
+            slots = torch.cat([self._slots_of(batch.block_table[first:], it) for it in pieces])
+            self._chunks.append(Chunk(slice(int(rows[0]), int(rows[-1])), slots, wrapper))
+
+    def _slots_of(self, block_table: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """Return int64 [tokens of the piece], the slots of its tokens."""
+        size = self.block_size
+        blocks = block_table[piece.seq, piece.start // size : -(-piece.end // size)]
+        offsets = torch.arange(size, device=blocks.device)
+        return (blocks[:, None] * size + offsets).flatten()[: piece.end - piece.start]
+
+    def store_latents(
+        self,
+        q_THd: torch.Tensor,
+        latent_TW: torch.Tensor,
+        layer: int,
+        rotation_T1r: torch.Tensor,
+        norm_C: torch.Tensor,
+        eps: float,
+    ) -> None:
+        cache = self.kv_caches[layer]
+        self._store_latents(q_THd, latent_TW, norm_C, eps, rotation_T1r, self._slots, cache)
+        wait_previous_ubatch()
+
+    def attend_latent(
+        self, q_THd: torch.Tensor, latent_TW: torch.Tensor, kv_up_HuC: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        out_THv = q_THd.new_empty(*q_THd.shape[:2], self.dims.value_dim)
+        split, end = self._num_decodes, self._num_rows
+        assert end <= len(q_THd), (end, len(q_THd))
+        if split:
+            self._decode(q_THd[:split], kv_up_HuC, layer, out_THv[:split])
+        if split < end:
+            prompts = slice(split, end)
+            self._extend(q_THd[prompts], latent_TW[prompts], kv_up_HuC, layer, out_THv[prompts])
+        if end < len(q_THd):
+            out_THv[end:] = 0
+        return out_THv
+
+    def _decode(
+        self, q_BHd: torch.Tensor, kv_up_HuC: torch.Tensor, layer: int, out_BHv: torch.Tensor
+    ) -> None:
+        """Write the attention of the planned decodes to out_BHv."""
+        nope = self.dims.nope_dim
+        q_HBC = torch.bmm(q_BHd[..., :nope].transpose(0, 1), kv_up_HuC[:, :nope])
+        o_HBC = torch.empty_like(q_HBC)
+        self._decodes.run(
+            q_HBC.transpose(0, 1),
+            q_BHd[..., nope:],
+            *self._latents[layer],
+            out=o_HBC.transpose(0, 1),
+        )
+        torch.bmm(o_HBC, kv_up_HuC[:, nope:].transpose(1, 2), out=out_BHv.transpose(0, 1))
+
+    def _extend(
+        self,
+        q_MHd: torch.Tensor,
+        latent_MW: torch.Tensor,
+        kv_up_HuC: torch.Tensor,
+        layer: int,
+        out_MHv: torch.Tensor,
+    ) -> None:
+        """Write the attention of the planned prompts to out_MHv."""
+        kv = self._expand(latent_MW, kv_up_HuC)
+        if not self._chunks:
+            self._new_rows.run(q_MHd, *kv, out=out_MHv)
+            return
+        _, lse_MH = self._new_rows.run(q_MHd, *kv, out=out_MHv, return_lse=True)
+        del kv  # its memory is enough for a chunk
+        slots = self.kv_caches[layer].view(-1, self.dims.width)
+        for chunk in self._chunks:
+            rows = chunk.rows
+            kv = self._expand(slots.index_select(0, chunk.slots), kv_up_HuC)
+            found = chunk.wrapper.run(q_MHd[rows], *kv, return_lse=True)
+            self._merge_attention(out_MHv[rows], lse_MH[rows], *found)
+            del kv, found
+
+    def _expand(
+        self, latent_LW: torch.Tensor, kv_up_HuC: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the heads of K [L, H, d] and V [L, H, v], a view."""
+        rank, nope = self.dims.rank, self.dims.nope_dim
+        kv_LHu = F.linear(latent_LW[:, :rank], kv_up_HuC.flatten(0, 1)).view(
+            len(latent_LW), *kv_up_HuC.shape[:2]
+        )
+        return self._expand_keys(kv_LHu, latent_LW[:, rank:], nope), kv_LHu[..., nope:]
+
+    def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
+        new: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
+        self._graph_pages = torch.zeros(max_seqs * max_blocks, **new)
+        self._graph_lengths = torch.zeros(2 * max_rows + 1, **new)
+        self._graph_slots = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
+
+    def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
+        assert not prompts, "steps with prompts are not captured"
+        return (GraphForm.DECODES,)
+
+    def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
+        return self.forms(num_rows, prompts=prompts)[0]
+
+    def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
+        assert self._graph_pages is not None, "reserve_graphs comes first"
+        assert batch.num_single_rows == batch.num_seqs == batch.num_tokens <= num_rows
+        self._plan_copied.synchronize()
+        pages = Pages(batch.seq_lens_cpu, self.block_size, num_rows)
+        assert pages.total <= len(self._graph_pages), "reserve_graphs was given fewer blocks"
+        pages.ship(self._graph_pages, self._graph_lengths)
+        slots = batch.slot_mapping, self._graph_slots[:num_rows]
+        self._list_pages(batch.block_table[: batch.num_seqs], pages.starts, pages.pages, *slots)
+        lens = np.zeros(num_rows, np.int32)
+        lens[: batch.num_seqs] = batch.seq_lens_cpu
+        self._plan_decodes(pages.starts_cpu, pages.pages, lens)
+        self._slots, self._chunks = self._graph_slots[:num_rows], []
+        self._num_decodes = self._num_rows = num_rows
+        self._plan_copied.record()

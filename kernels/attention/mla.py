@@ -1,0 +1,192 @@
+"""Latent attention (MLA) by torch's operators: runs everywhere, and is the reference of other backends.
+
+A decode attends to the cached latents themselves: the up-projection of K moves to q, that of V behind the softmax
+(absorbed), so one latent serves all heads and nothing is expanded. A prompt has enough rows to share the work of
+expanding latents into heads of K and V; it expands them chunk by chunk and merges the chunks' results by their
+log-sum-exp, so a long context takes no more memory than a chunk. Knows nothing of scheduling.
+
+T tokens, H heads, n and r unrotated and rotated values of a head of q and k, d = n + r, v values of a head of V,
+u = n + v, C values of a latent, W = C + r, B sequences, L keys, M query rows.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.nn import functional as F
+
+from kernels.attention.base import Attention
+from kernels.attention.sdpa import DecodeGroup, Extend, SdpaAttention
+from kernels.interface.attention_spec import AttentionSpec, MlaDims
+from kernels.pending import wait_previous_ubatch
+
+# Keys that are expanded at once, and query rows of one call: together they bound the scores in memory.
+KEY_CHUNK = 512
+QUERY_CHUNK = 256
+
+
+class LatentCache:
+    """One layer's sizes, and flat views of its cache: whole blocks for reading, slots for writing."""
+
+    def __init__(self, spec: AttentionSpec, kv_cache: torch.Tensor):
+        assert spec.mla is not None
+        self.dims, self.scale, self.num_heads = spec.mla, spec.scale, spec.num_heads
+        num_blocks, block_size, width = kv_cache.shape
+        self.blocks = kv_cache.view(num_blocks, block_size * width)
+        self.slots = kv_cache.view(num_blocks * block_size, width)
+
+
+class MlaAttention(SdpaAttention):
+    """Decodes absorbed, in groups of similar length; prompts expanded, one by one."""
+
+    name = "mla"
+    auto = "latent attention (MLA) by torch's operators, runs everywhere"
+    mla = True
+    windows = sinks = False
+
+    def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        Attention.bind(self, kv_caches)
+        self._latents = [
+            LatentCache(spec, kv_cache)
+            for spec, kv_cache in zip(self.specs, kv_caches, strict=False)
+        ]
+
+    def attend_latent(
+        self, q_THd: torch.Tensor, latent_TW: torch.Tensor, kv_up_HuC: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        num_rows, num_tokens = len(q_THd), self._num_tokens
+        cache = self._latents[layer]
+        if num_rows > num_tokens:
+            latent_TW = latent_TW[:num_tokens]
+        cache.slots.index_copy_(0, self._slot_mapping, latent_TW)
+        wait_previous_ubatch()
+        out_THv = q_THd.new_empty(num_rows, cache.num_heads, cache.dims.value_dim)
+        if num_rows > num_tokens:
+            out_THv[num_tokens:] = 0
+        if self._num_decodes:
+            decodes = slice(0, self._num_decodes)
+            self._decode_latent(q_THd[decodes], kv_up_HuC, cache, out_THv[decodes])
+        for extend in self._extends:
+            rows = slice(extend.start, extend.end)
+            out_THv[rows] = self._extend_latent(
+                q_THd[rows], latent_TW[rows], kv_up_HuC, cache, extend
+            )
+        return out_THv
+
+    def _reserve_causal(self, num_keys: int) -> None:
+        """Do nothing: each chunk makes its own mask."""
+
+    def _decode_latent(
+        self,
+        q_BHd: torch.Tensor,
+        kv_up_HuC: torch.Tensor,
+        cache: LatentCache,
+        out_BHv: torch.Tensor,
+    ) -> None:
+        """Write the attention of the planned decodes to out_BHv."""
+        nope = cache.dims.nope_dim
+        q_HBC = torch.bmm(q_BHd[..., :nope].transpose(0, 1), kv_up_HuC[:, :nope])
+        q_BHW = torch.cat((q_HBC.transpose(0, 1), q_BHd[..., nope:]), -1)
+        o_BHC = q_BHW.new_empty(*q_BHW.shape[:2], cache.dims.rank)
+        for group in self._decodes:
+            if group.rows is None:
+                o_BHC.copy_(_decode_group(q_BHW, cache, group))
+            else:
+                found_BHC = _decode_group(q_BHW.index_select(0, group.rows), cache, group)
+                o_BHC.index_copy_(0, group.rows, found_BHC)
+        o_HBv = torch.bmm(o_BHC.transpose(0, 1), kv_up_HuC[:, nope:].transpose(1, 2))
+        out_BHv.copy_(o_HBv.transpose(0, 1))
+
+    def _extend_latent(
+        self,
+        q_MHd: torch.Tensor,
+        latent_MW: torch.Tensor,
+        kv_up_HuC: torch.Tensor,
+        cache: LatentCache,
+        extend: Extend,
+    ) -> torch.Tensor:
+        """Return float32 o [M, H, v] of the new rows of one sequence. Their latents are in the cache already."""
+        q_HMd = q_MHd.transpose(0, 1).float()
+        num_rows = q_HMd.shape[1]
+        o_HMv = q_HMd.new_zeros(cache.num_heads, num_rows, cache.dims.value_dim)
+        lse_HM = q_HMd.new_full((cache.num_heads, num_rows), float("-inf"))
+        num_keys = extend.context + num_rows
+        for start, latents_LW in self._key_chunks(latent_MW, cache, extend, num_keys):
+            k_HLd, v_HLv = expand_latents(latents_LW.float(), kv_up_HuC.float(), cache.dims)
+            for first in range(0, num_rows, QUERY_CHUNK):
+                rows = slice(first, min(first + QUERY_CHUNK, num_rows))
+                position = extend.context + first
+                if start >= position + (rows.stop - first):
+                    continue  # all keys lie behind the last row
+                found = partial_attention(
+                    q_HMd[:, rows], k_HLd, v_HLv, cache.scale, position - start
+                )
+                merge_partial(o_HMv[:, rows], lse_HM[:, rows], *found)
+        return o_HMv.transpose(0, 1)
+
+    def _key_chunks(
+        self, latent_MW: torch.Tensor, cache: LatentCache, extend: Extend, num_keys: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the latents of a sequence in chunks, each with the position of its first."""
+        if extend.blocks is None:
+            for start in range(0, num_keys, KEY_CHUNK):
+                yield start, latent_MW[start : start + KEY_CHUNK]
+            return
+        blocks = max(1, KEY_CHUNK // self.block_size)
+        for first in range(0, len(extend.blocks), blocks):
+            found = cache.blocks.index_select(0, extend.blocks[first : first + blocks])
+            start = first * self.block_size
+            yield start, found.view(-1, cache.dims.width)[: num_keys - start]
+
+
+def _decode_group(q_BHW: torch.Tensor, cache: LatentCache, group: DecodeGroup) -> torch.Tensor:
+    """Return the attention of absorbed queries over latents, [B, H, C]; the heads are rows of one KV head."""
+    latents_LW = cache.blocks.index_select(0, group.blocks).view(-1, cache.dims.width)
+    group.clear_hidden(latents_LW)
+    keys_B1LW = latents_LW.view(len(q_BHW), 1, -1, cache.dims.width)
+    # The rotated key is a part of the values too: equal widths take a faster kernel, and it is cut off.
+    found_B1HW = F.scaled_dot_product_attention(
+        q_BHW.unsqueeze(1), keys_B1LW, keys_B1LW, attn_mask=group.mask_B11L, scale=cache.scale
+    )
+    return found_B1HW[:, 0, :, : cache.dims.rank]
+
+
+def expand_latents(
+    latents_LW: torch.Tensor, kv_up_HuC: torch.Tensor, dims: MlaDims
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the heads of K [H, L, d] and V [H, L, v] of latents."""
+    kv_HLu = torch.matmul(latents_LW[:, : dims.rank], kv_up_HuC.transpose(1, 2))
+    rope_HLr = latents_LW[:, dims.rank :].expand(len(kv_HLu), -1, -1)
+    return torch.cat((kv_HLu[..., : dims.nope_dim], rope_HLr), -1), kv_HLu[..., dims.nope_dim :]
+
+
+def partial_attention(
+    q_HMd: torch.Tensor, k_HLd: torch.Tensor, v_HLv: torch.Tensor, scale: float, offset: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention over these keys alone, [H, M, v], and the log-sum-exp of each row's scores, [H, M]; float32.
+
+    Row i attends to keys 0 to `offset + i`. A row without keys has zeros, and a log-sum-exp of -inf.
+    """
+    scores_HML = torch.matmul(q_HMd, k_HLd.transpose(1, 2)).mul_(scale)
+    num_rows, num_keys = scores_HML.shape[1:]
+    if offset < num_keys - 1:
+        seen = torch.ones(num_rows, num_keys, dtype=torch.bool, device=q_HMd.device)
+        scores_HML.masked_fill_(seen.tril_(offset).logical_not_(), float("-inf"))
+    lse_HM = torch.logsumexp(scores_HML, -1)
+    weights_HML = scores_HML.sub_(_finite(lse_HM).unsqueeze(-1)).exp_()
+    return torch.matmul(weights_HML, v_HLv), lse_HM
+
+
+def merge_partial(
+    o_HMv: torch.Tensor, lse_HM: torch.Tensor, other_HMv: torch.Tensor, other_HM: torch.Tensor
+) -> None:
+    """Merge the attention over other keys into o and lse, in place. -inf: no keys."""
+    total_HM = torch.logaddexp(lse_HM, other_HM)
+    floor_HM = _finite(total_HM)  # -inf - -inf would be NaN
+    o_HMv.mul_((lse_HM - floor_HM).exp_().unsqueeze(-1))
+    o_HMv.add_(other_HMv.mul_((other_HM - floor_HM).exp_().unsqueeze(-1)))
+    lse_HM.copy_(total_HM)
+
+
+def _finite(lse_HM: torch.Tensor) -> torch.Tensor:
+    """Return the values with 0 for -inf."""
+    return lse_HM.masked_fill(lse_HM == float("-inf"), 0.0)

@@ -1,0 +1,91 @@
+"""Dense products with weights in four bits: our Triton kernel on GPUs, compiled C on CPUs.
+
+A backend of the experts' products states whether these products can run (`GroupedGemm.four_bit`).
+
+T rows, K input width, N output width.
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch.nn import functional as F
+
+from kernels.four_bit import BLOCK, FourBitWeights
+from kernels.grouped_gemm.native_four_bit import EXPANDED, FourBitPointers
+from kernels.native.library import load
+
+# A CPU expands the matrix once for more rows and calls a library; of fewer rows C expands four rows at a time.
+MOST_NATIVE_ROWS = 32
+MOST_ROWS = 2**16  # of a step
+MOST_FEW_ROWS = 16  # of one tile
+
+
+def prepare(weights_NK: FourBitWeights) -> None:
+    """Make what products of these weights share, which no graph may make."""
+    if weights_NK.values.is_cuda:
+        _bounds(weights_NK.values.device)
+
+
+def multiply(
+    x_TK: torch.Tensor, weights_NK: FourBitWeights, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return x @ weights.T + bias, a new tensor [T, N] in x's dtype.
+
+    x         rows maybe strided
+    weights   tiled on GPUs; N and K are multiples of 64
+    bias      None: zeros
+    """
+    if x_TK.is_cuda:
+        return _on_gpu(x_TK, weights_NK, bias_N)
+    if len(x_TK) > MOST_NATIVE_ROWS:
+        return F.linear(x_TK, weights_NK.matrix().dequantise().to(x_TK.dtype), bias_N)
+    y_TN = _on_cpu(x_TK.float().contiguous(), weights_NK).to(x_TK.dtype)
+    return y_TN if bias_N is None else y_TN.add_(bias_N)
+
+
+def _on_cpu(x_TK: torch.Tensor, weights: FourBitWeights) -> torch.Tensor:
+    rows, columns = weights.shape
+    y_TN = torch.empty(len(x_TK), rows)
+    scratch = torch.empty((EXPANDED + len(x_TK)) * columns)
+    found = FourBitPointers.of(weights)
+    load().four_bit_linear(
+        x_TK.data_ptr(),
+        ctypes.addressof(found),
+        int(weights.format.kind == "int4"),
+        weights.format.group,
+        *(len(x_TK), columns, rows),
+        y_TN.data_ptr(),
+        scratch.data_ptr(),
+    )
+    return y_TN
+
+
+def _on_gpu(
+    x_TK: torch.Tensor, weights: FourBitWeights, bias_N: torch.Tensor | None
+) -> torch.Tensor:
+    from kernels.triton.grouped_gemm_four_bit import FEW_ROWS, down_tile, grouped_gemm_four_bit
+
+    rows, _ = weights.shape
+    first, ends, num_sms = _bounds(x_TK.device)
+    few_tiles = len(x_TK) <= MOST_FEW_ROWS and rows <= BLOCK * num_sms
+    return grouped_gemm_four_bit(
+        *(x_TK, None, weights.as_one_expert(), first, ends[len(x_TK)], len(x_TK)),
+        activation=None,
+        tile=down_tile(FEW_ROWS if few_tiles else len(x_TK), x_TK.dtype, rows),
+        num_sms=num_sms,
+        bias=None if bias_N is None else bias_N.unsqueeze(0),
+    )
+
+
+@functools.cache
+def _bounds(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return the first row of the only expert, its end for each number of rows as [1], and the SMs.
+
+    A graph cannot hold a copy of a number from the host. Places are 16 bytes apart, because Triton compiles anew for
+    others.
+    """
+    ends = torch.arange(MOST_ROWS + 1, dtype=torch.int32, device=device)
+    spread = ends.unsqueeze(1).expand(-1, 4).contiguous()
+    sms: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return spread[0, :1], spread[:, :1], sms

@@ -1,0 +1,172 @@
+"""Codes of four bits to values, in registers: for bfloat16 as bit patterns in assembly, for other dtypes in float32.
+
+A tile has W rows (whole tiles of 64) and 64 columns; its bytes hold columns j and j + 32, see kernels.four_bit. A
+thread reads the bytes of the values that it gives to the tensor cores, so that no value changes threads.
+"""
+
+import triton
+import triton.language as tl
+
+# Four bytes b0 .. b3 to four pairs of bfloat16, of their low bits and of their high bits. 0x4300 is 128, and its
+# last bit counts 1, so that 128 + code is a bit pattern; minus 128 + zero point, times the scale. Both values of a pair
+# lie in one row, which has one scale and zero point.
+INT4_ASM = tl.constexpr(
+    """
+    {
+        .reg .b32 x, y, p, q;
+        prmt.b32 x, $4, 0, 0x4140;
+        prmt.b32 y, $4, 0, 0x4342;
+        lop3.b32 p, x, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 q, y, 0x000f000f, 0x43004300, 0xea;
+        shr.u32 x, x, 4;
+        shr.u32 y, y, 4;
+        lop3.b32 x, x, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 y, y, 0x000f000f, 0x43004300, 0xea;
+        sub.rn.bf16x2 p, p, $5;
+        sub.rn.bf16x2 q, q, $6;
+        sub.rn.bf16x2 x, x, $7;
+        sub.rn.bf16x2 y, y, $8;
+        mul.rn.bf16x2 $0, p, $9;
+        mul.rn.bf16x2 $1, q, $10;
+        mul.rn.bf16x2 $2, x, $11;
+        mul.rn.bf16x2 $3, y, $12;
+    }
+    """
+)
+# e2m1 in bits 15 and 8 .. 6 of bfloat16 is the value divided by 2 ** 126, subnormal values too; the scale is multiplied
+# by that before.
+MXFP4_ASM = tl.constexpr(
+    """
+    {
+        .reg .b32 x, y, p, q, s, t;
+        prmt.b32 x, $4, 0, 0x1404;
+        prmt.b32 y, $4, 0, 0x3424;
+        shr.u32 p, x, 6;
+        shr.u32 q, y, 6;
+        shl.b32 s, x, 4;
+        shl.b32 t, y, 4;
+        and.b32 p, p, 0x01c001c0;
+        and.b32 q, q, 0x01c001c0;
+        lop3.b32 p, x, 0x80008000, p, 0xea;
+        lop3.b32 q, y, 0x80008000, q, 0xea;
+        shr.u32 x, s, 6;
+        shr.u32 y, t, 6;
+        and.b32 x, x, 0x01c001c0;
+        and.b32 y, y, 0x01c001c0;
+        lop3.b32 x, s, 0x80008000, x, 0xea;
+        lop3.b32 y, t, 0x80008000, y, 0xea;
+        mul.rn.bf16x2 $0, x, $5;
+        mul.rn.bf16x2 $1, y, $6;
+        mul.rn.bf16x2 $2, p, $7;
+        mul.rn.bf16x2 $3, q, $8;
+    }
+    """
+)
+
+
+@triton.jit
+def load_codes(at_ptr, tile_stride, TILE_W: tl.constexpr):
+    """Return uint8 [W, 32]: the bytes of one block of columns, of W / 64 tiles that are tile_stride bytes apart."""
+    tiles = tl.arange(0, TILE_W // 64)[:, None]
+    codes = tl.load(at_ptr + tiles * tile_stride + tl.arange(0, 2048)[None, :])
+    parts = tl.reshape(codes, (TILE_W // 64, 4, 8, 4, 2, 2, 2, 2))
+    return tl.reshape(tl.permute(parts, (0, 1, 6, 2, 4, 5, 3, 7)), (TILE_W, 32))
+
+
+@triton.jit
+def load_scales(
+    scales_ptr,
+    zeros_ptr,
+    row,
+    num_rows,
+    block,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    TILE_W: tl.constexpr,
+):
+    """Return scales and zero points [W] of rows from `row` on, of a block's columns in the low, then the high bits."""
+    rows = row + tl.arange(0, TILE_W)
+    at = (block * 64 // GROUP) * num_rows + rows
+    scales = tl.load(scales_ptr + at)
+    zeros = tl.full((TILE_W,), 8, tl.uint8)
+    if ZEROS:
+        zeros = tl.load(zeros_ptr + at)
+    high_scales, high_zeros = scales, zeros
+    if GROUP == 32:
+        high_scales = tl.load(scales_ptr + num_rows + at)
+        if ZEROS:
+            high_zeros = tl.load(zeros_ptr + num_rows + at)
+    return scales, zeros, high_scales, high_zeros
+
+
+@triton.jit
+def _scale_of(scales, KIND: tl.constexpr, PACKED: tl.constexpr):
+    """Return scales as factors: in bfloat16 where PACKED, of MXFP4 times 2 ** 126; else in float32."""
+    if KIND == "int4":
+        factors = scales.to(tl.bfloat16 if PACKED else tl.float32)
+    elif PACKED:
+        factors = ((scales.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
+    else:
+        factors = tl.exp2(scales.to(tl.float32) - 127)
+    return factors
+
+
+@triton.jit
+def _values(codes, zeros, KIND: tl.constexpr):
+    """Return what codes [W, 32] stand for without their scales, in float32."""
+    if KIND == "int4":
+        values = codes.to(tl.float32) - zeros.to(tl.float32)[:, None]
+    else:
+        exponent, fraction = (codes >> 1 & 3).to(tl.float32), (codes & 1).to(tl.float32)
+        size = tl.where(exponent > 0, (2 + fraction) * tl.exp2(exponent - 2), fraction * 0.5)
+        values = tl.where(codes > 7, -size, size)
+    return values
+
+
+@triton.jit
+def _above_128(zeros):
+    return (zeros.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def expand(
+    codes,
+    scales,
+    zeros,
+    high_scales,
+    high_zeros,
+    KIND: tl.constexpr,
+    PACKED: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Return [W, 64] in DTYPE; see `load_scales`."""
+    low_scale = _scale_of(scales, KIND, PACKED)[:, None]
+    high_scale = _scale_of(high_scales, KIND, PACKED)[:, None]
+    if PACKED:
+        low_scale = tl.broadcast_to(low_scale, (codes.shape[0], 32))
+        high_scale = tl.broadcast_to(high_scale, (codes.shape[0], 32))
+        if KIND == "int4":
+            low_zero = tl.broadcast_to(_above_128(zeros)[:, None], (codes.shape[0], 32))
+            high_zero = tl.broadcast_to(_above_128(high_zeros)[:, None], (codes.shape[0], 32))
+            first, second = tl.inline_asm_elementwise(
+                INT4_ASM,
+                "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
+                [codes, low_zero, high_zero, low_scale, high_scale],
+                dtype=(tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=4,
+            )
+        else:
+            first, second = tl.inline_asm_elementwise(
+                MXFP4_ASM,
+                "=r,=r,=r,=r,r,r,r,r,r",
+                [codes, low_scale, high_scale],
+                dtype=(tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=4,
+            )
+    else:
+        first = (_values(codes & 15, zeros, KIND) * low_scale).to(DTYPE)
+        second = (_values(codes >> 4, high_zeros, KIND) * high_scale).to(DTYPE)
+    halves = tl.permute(tl.join(first, second), (0, 2, 1))
+    return tl.reshape(halves, (codes.shape[0], 64))

@@ -1,0 +1,110 @@
+"""How flashinfer's latent attention plans and calls: its kernels in torch's operators, ours in Triton's interpreter."""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.attention import flashinfer_mla
+from kernels.attention.context_chunks import Piece, chunk_limit, cut_contexts
+from kernels.attention.flashinfer_mla import FlashInferMlaAttention
+from kernels.interface.attention_spec import AttentionSpec, MlaDims
+from tests.fused_latents import check, fake_flashinfer
+from tests.triton.device import COMPILED
+from tests.unit.test_kernels_attention import BATCHES
+
+SPEC = AttentionSpec(3, 1, 24, 0.2, mla=MlaDims(rank=32, rope_dim=8, nope_dim=16, value_dim=16))
+pytestmark = pytest.mark.skipif(COMPILED, reason="tests/gpu runs flashinfer itself")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flashinfer's calls, and CUDA's that the host makes, on a machine without both."""
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer())
+    monkeypatch.setattr(FlashInferMlaAttention, "compile_kernels", lambda *_: None)
+    event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+def attention(block_size: int = 4, num_layers: int = 1) -> FlashInferMlaAttention:
+    return FlashInferMlaAttention([SPEC] * num_layers, block_size)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_equals_dense_attention(padding: int) -> None:
+    """Batches of few rows, because Triton's interpreter takes milliseconds for a row."""
+    for label in ("decodes", "first_chunks", "continued_chunks", "mixed", "idle"):
+        check(attention(), BATCHES[label], padding=padding)
+
+
+def test_contexts_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks end within sequences and hold several; a new prompt lies between two with contexts."""
+    monkeypatch.setattr(flashinfer_mla, "chunk_limit", lambda rows, block_size: 4 * block_size)
+    seqs = [(5, 1), (9, 3), (0, 4), (21, 2), (3, 5), (2, 1)]
+    check(attention(), seqs)
+    check(attention(block_size=2), seqs[1:5])
+
+
+@pytest.mark.parametrize("rows", [3, 8])
+def test_planned_for_graphs(rows: int) -> None:
+    """Rows behind the decodes are empty; their output is zero and their latents are not stored."""
+    for seqs in ([(5, 1), (0, 1), (30, 1)], [(7, 1)], []):
+        check(attention(), seqs, graph=rows)
+
+
+def test_a_plan_leaves_nothing_to_the_next() -> None:
+    one = attention()
+    for label in ("continued_chunks", "idle", "decodes", "mixed"):
+        check(one, BATCHES[label])
+
+
+@given(st.lists(st.integers(0, 60), max_size=6), st.integers(1, 5), st.sampled_from([1, 4, 16]))
+@settings(max_examples=100)
+def test_chunks_hold_each_token_once(contexts: list[int], blocks: int, block_size: int) -> None:
+    limit = blocks * block_size
+    chunks = cut_contexts(np.array(contexts, np.int32), limit, block_size)
+    pieces = [piece for chunk in chunks for piece in chunk]
+    tokens = [(it.seq, token) for it in pieces for token in range(it.start, it.end)]
+    assert tokens == [(seq, i) for seq, count in enumerate(contexts) for i in range(count)]
+    for chunk in chunks:
+        seqs = [piece.seq for piece in chunk]
+        assert seqs == list(range(seqs[0], seqs[-1] + 1))
+        assert sum(piece.end - piece.start for piece in chunk) <= limit
+        assert all(piece.start % block_size == 0 for piece in chunk)
+
+
+def test_chunks_are_as_large_as_the_memory_of_new_rows_allows() -> None:
+    assert cut_contexts(np.array([9, 0, 3]), 8, 4) == [
+        [Piece(0, 0, 8)],
+        [Piece(0, 8, 9)],
+        [Piece(2, 0, 3)],
+    ]
+    sizes = [chunk_limit(rows, 16) for rows in (1, 2048, 8192)]
+    assert sizes == [1024, 1424, 4096]
+    assert chunk_limit(1, 2048) == 2048
+
+
+def test_layers_of_one_shape_in_bfloat16() -> None:
+    from tests.unit.test_kernels_select import CUDA
+
+    def reason(spec: AttentionSpec, *others: AttentionSpec, dtype=torch.bfloat16) -> str:
+        shape = replace(CUDA, attention_specs=(spec, *others), dtype=dtype)
+        return str(FlashInferMlaAttention.unsupported_reason(shape))
+
+    glm = AttentionSpec(20, 1, 256, 0.1, mla=MlaDims(512, 64, 192, 256))
+    assert reason(glm) == "None"
+    assert "latents of 512 and rotated keys of 64 values, the model's have 32 and 8" in reason(SPEC)
+    narrow = replace(glm, head_dim=128, mla=MlaDims(512, 64, 64, 128))
+    assert "192 and 128 or 256 and 256 values in k and v, the model's have 128 and 128" in reason(
+        narrow
+    )
+    assert "layers of one shape" in reason(glm, replace(glm, num_heads=10))
+    assert "it computes in bfloat16, model.dtype is float16" in reason(glm, dtype=torch.float16)

@@ -1,0 +1,231 @@
+"""The KV cache of a rank: all cache groups behind one interface, and the prefixes that sequences share.
+
+Sequences with equal beginnings share memory. A block can be found once the step that fills it was launched and its
+tokens are known, from a prompt or generated. If another sequence is computing the next block of a sequence, the
+sequence waits instead of computing it too. So equal prompts that arrive together, such as several answers to one
+prompt, are computed once. A sequence starts behind the longest prefix that every group has.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from workers.config import SchedulerConfig
+from workers.kv_cache.block_groups import FullGroup, WindowGroup
+from workers.kv_cache.block_pool import BlockPool, chain_keys, root_key
+from workers.kv_cache.demand import KVDemand
+from workers.kv_cache.group import CacheGroup, Copies, Prefix
+from workers.kv_cache.state_group import StateGroup
+from workers.kv_cache.state_snapshots import StateSnapshots
+from workers.step.sequence import Sequence
+
+
+class KVCacheManager:
+    """The memory of the sequences of a rank. Its contents stay over epochs.
+
+    window      largest window of a layer; None: all layers read all tokens
+    snapshots   of the states of linear attention; None: no layer has it
+    groups      one for each kind of layers; the first one has the layers over all tokens
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        prefix_caching: bool = True,
+        window: int | None = None,
+        snapshots: StateSnapshots | None = None,
+    ):
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.max_blocks = -(-max_model_len // block_size)  # of a sequence
+        self.demand = KVDemand(block_size, window, limits.max_num_batched_tokens)
+        self.pool = BlockPool(num_blocks)
+        sizes = self.pool, block_size, limits.max_num_seqs, self.max_blocks
+        self.groups: list[CacheGroup] = [FullGroup(*sizes)]
+        if window is not None:
+            self.groups.append(WindowGroup(*sizes, window=window))
+        if snapshots is not None:
+            self.groups.append(StateGroup(snapshots, block_size))
+        self._enabled = prefix_caching and all(group.caches_prefixes for group in self.groups)
+        self._coming: set[bytes] = set()  # keys of prompt blocks that running sequences compute
+        self.num_queries = 0  # tokens looked up when their request first ran
+        self.num_hits = 0  # of these, tokens found
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether the last tokens of a sequence can be computed again, as after a wrong draft."""
+        return all(group.takes_back for group in self.groups)
+
+    @property
+    def batch_fields(self) -> set[str]:
+        """The fields of the ForwardBatch that `fields` returns."""
+        return {name for group in self.groups for name in group.batch_fields}
+
+    def fields(
+        self, rows: np.ndarray, row_of_token: np.ndarray, positions: np.ndarray, max_len: int
+    ) -> dict[str, np.ndarray]:
+        """Return the fields of all groups by name, see CacheGroup.fields; the longest sequence has `max_len` tokens."""
+        place = rows, row_of_token, positions, -(-max_len // self.block_size)
+        return {name: it for group in self.groups for name, it in group.fields(*place).items()}
+
+    def lookup(self, seq: Sequence) -> Prefix | None:
+        """Return the prefix that `seq` can start behind; None if another sequence is about to compute the next block.
+
+        The last token is always computed because its logits are needed. A prompt with prompt_logprobs needs the
+        logits of all its tokens, until its first output was sent.
+        """
+        nothing = Prefix(0, tuple([] for _ in self.groups))
+        if not self._enabled:
+            return nothing
+        num_blocks = (seq.num_tokens - 1) // self.block_size
+        self._extend_keys(seq, num_blocks)
+        if seq.request.params.prompt_logprobs is not None and not seq.num_output_tokens:
+            return nothing
+        keys = seq.block_keys[:num_blocks]
+        num_shared, shared = self.groups[0].find(keys)
+        count, blocks = self._agree(keys[:num_shared])
+        if num_shared < num_blocks and keys[num_shared] in self._coming:
+            place = keys, count, num_shared, self._coming
+            if all(group.waits(*place) for group in self.groups):
+                return None
+        return Prefix(count * self.block_size, (shared[:count], *blocks), num_shared)
+
+    def _agree(self, keys: list[bytes]) -> tuple[int, list[list[int]]]:
+        """Return the most of `keys` that all groups but the first can start behind, and their blocks."""
+        while True:
+            found = [group.find(keys) for group in self.groups[1:]]
+            count = min((count for count, _ in found), default=len(keys))
+            if count == len(keys):
+                return count, [blocks for _, blocks in found]
+            keys = keys[:count]
+
+    def fits(self, seq: Sequence, prefix: Prefix) -> bool:
+        """Return whether there are blocks for all known tokens of `seq`, so that a prompt that starts can finish."""
+        need = self.demand.blocks(seq.num_tokens) - len(prefix.all_blocks)
+        return need <= self.pool.num_free_besides(prefix.all_blocks)
+
+    def allocate(self, seq: Sequence, prefix: Prefix, num_new: int) -> None:
+        """Give `seq`, which has a row and starts behind `prefix` with `num_new` tokens, its memory in every group.
+
+        No other call may come between `lookup` and this call, because found blocks may be evicted.
+        """
+        self.pool.share(prefix.all_blocks)
+        for group, blocks in zip(self.groups, prefix.blocks, strict=True):
+            group.allocate(seq, prefix, blocks, num_new)
+        if not self._enabled:
+            return
+        num_found = prefix.num_tokens // self.block_size
+        seq.next_full = (num_found + 1) * self.block_size
+        self._coming.update(seq.block_keys[num_found:])
+        if not seq.num_preemptions and seq.request.params.prompt_logprobs is None:
+            if not seq.request.emitted_token_ids:
+                seq.num_cached_tokens = prefix.num_tokens
+            if seq.request.is_probe:
+                return
+            self.num_queries += seq.num_tokens
+            self.num_hits += prefix.num_tokens
+
+    def chunk(self, seq: Sequence, num_new: int) -> int:
+        """Return how many of its next `num_new` tokens a prompt computes in a step."""
+        return min(group.chunk(seq, num_new) for group in self.groups)
+
+    def grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Release what the next tokens of `seq` do not read, and allocate up to `num_tokens` tokens.
+
+        Return False if the pool is empty.
+        """
+        if num_tokens <= seq.capacity:
+            return True
+        for group in self.groups:
+            group.leave_behind(seq, self.commit)
+        seq.capacity = min(group.grow(seq, num_tokens) for group in self.groups)
+        return seq.capacity > 0
+
+    @property
+    def copies(self) -> Copies:
+        """(source slot, target slot) of states to copy, in this order, before the next forward."""
+        return tuple(copy for group in self.groups for copy in group.copies)
+
+    def launched(self, seqs: list[Sequence]) -> None:
+        """Enter the launch of a step of `seqs`, with the `copies` before it."""
+        for group in self.groups:
+            group.launched(seqs)
+
+    def commit(self, seq: Sequence) -> None:
+        """Let later sequences find the blocks of `seq` that launched steps fill.
+
+        A block with a pending last token is found after the next commit.
+        """
+        if seq.num_computed_tokens < seq.next_full:
+            return
+        first = seq.next_full // self.block_size - 1
+        end = min(seq.num_computed_tokens, seq.num_tokens) // self.block_size
+        self._extend_keys(seq, end)
+        for group in self.groups:
+            group.register(seq, first, end)
+        self._coming.difference_update(seq.block_keys[first:end])
+        seq.next_full = (end + 1) * self.block_size
+
+    def release(self, seq: Sequence) -> None:
+        """Release the memory of `seq`, which ends or is preempted, possibly before all is computed."""
+        seq.capacity = 0
+        num_full = seq.next_full // self.block_size - 1
+        self._coming.difference_update(seq.block_keys[num_full:])
+        counts = [group.num_useful(seq.block_keys) for group in self.groups]
+        num_useful = min((count for count in counts if count is not None), default=None)
+        for group in self.groups:
+            group.release(seq, num_useful)
+
+    def forget(self, seq: Sequence, first_token: int = 0) -> None:
+        """Let no sequence find the tokens of `seq` from `first_token` on, also where `seq` has released them."""
+        keys = seq.block_keys[first_token // self.block_size :]
+        for group in self.groups:
+            group.forget(keys)
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Raise AssertionError, with what leaks, unless the pool has the owners that the groups count."""
+        seqs, owners = set(running), Counter[int]()
+        for group in self.groups:
+            group.check_integrity(seqs, owners)
+        self.pool.check_integrity(owners)
+        num_coming = len(self._coming)
+        assert seqs or not num_coming, f"{num_coming} blocks are awaited that no sequence computes"
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Let sequences that start and end inside find nothing and leave nothing; other blocks keep their contents."""
+        enabled, self._enabled = self._enabled, False
+        try:
+            yield
+        finally:
+            self._enabled = enabled
+
+    def close(self) -> None:
+        """End an epoch: forget what steps that were not launched were to write, and begin to count anew."""
+        self.num_queries = self.num_hits = 0
+        for group in self.groups:
+            group.close()
+
+    def gauges(self) -> dict[str, float]:
+        """Return the statistics of the cache and of each group by name."""
+        found: dict[str, float] = {
+            "kv_cache_usage": self.pool.usage,
+            "prefix_cache_queries": self.num_queries,
+            "prefix_cache_hits": self.num_hits,
+        }
+        for group in self.groups:
+            found |= group.gauges()
+        return found
+
+    def _extend_keys(self, seq: Sequence, num_blocks: int) -> None:
+        done = len(seq.block_keys)
+        if done < num_blocks:
+            size = self.block_size
+            parent = seq.block_keys[-1] if done else root_key(seq.request.cache_salt)
+            token_ids = seq.token_ids[done * size : num_blocks * size]
+            seq.block_keys += chain_keys(parent, token_ids, size)
