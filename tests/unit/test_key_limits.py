@@ -51,6 +51,25 @@ def test_keys_share_no_prefixes():
     assert list(api.backend.options.values()) == [{}]
 
 
+def test_kept_responses_are_of_their_key():
+    api = Api(keys=ACCEPTED)
+
+    def call(method: str, path: str, key: str, **body: Any) -> httpx.Response:
+        return api.request(method, f"/v1/responses{path}", headers=bearer(key), json=body or None)
+
+    mine = [{"role": "user", "content": "secret", "id": "msg_1"}]
+    response_id = call("POST", "", KEYS[0], input=mine, max_output_tokens=1).json()["id"]
+    path = f"/{response_id}"
+    for method, part in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
+        assert_error(call(method, path + part, KEYS[1]), 404)
+    previous = call("POST", "", KEYS[1], input="x", previous_response_id=response_id)
+    assert_error(previous, 400, "previous_response_not_found")
+    reference = [{"type": "item_reference", "id": "msg_1"}]
+    assert assert_error(call("POST", "", KEYS[1], input=reference), 400)["param"] == "input.0.id"
+    assert call("POST", "", KEYS[0], input=reference, max_output_tokens=1).status_code == 200
+    assert call("GET", path, KEYS[0]).status_code == 200
+
+
 def test_open_requests_of_a_key():
     gate = AdmissionGate(limits=KeyLimits(max_requests=2))
     first, _ = gate.admit(1, "a"), gate.admit(1, "a")

@@ -24,13 +24,15 @@ class ResponseFactory:
         self._chat = chat
         self._store = store or ResponseStore(0, 0, _NO_STORE)
 
-    def find(self, names: References) -> tuple[bytes, Referred]:
+    def find(self, names: References, owner: str = "") -> tuple[bytes, Referred]:
         """Return the conversation before, as JSON, and what a request refers to. Raises BadRequestError."""
         before, output = b"[]", []
         if names.previous is not None:
-            previous = self._store.find_previous(names.previous)
+            previous = self._store.find_previous(names.previous, owner)
             before, output = previous.items, previous.response["output"]
-        items = {item_id: self._store.find_item(item_id, param) for item_id, param in names.items}
+        items = {
+            item_id: self._store.find_item(item_id, param, owner) for item_id, param in names.items
+        }
         return before, Referred(output, items)
 
     async def prepare(
@@ -49,10 +51,10 @@ class ResponseFactory:
         if generation.grammar_param is not None:
             generation.grammar_param = field_name(generation.grammar_param)
         fields = repeated_fields(request, generation)
-        return generation, ResponseWriter(generation, fields, self._keeper(draft))
+        return generation, ResponseWriter(generation, fields, self._keeper(draft, sender.key))
 
-    def _keeper(self, draft: ResponseDraft) -> Callable[[dict[str, Any]], None] | None:
+    def _keeper(self, draft: ResponseDraft, owner: str) -> Callable[[dict[str, Any]], None] | None:
         """Return the function that keeps the states of a response; None if it is not kept."""
         if self._store.off or not draft.request.keeps:
             return None
-        return lambda response: self._store.keep(response, draft.items)
+        return lambda response: self._store.keep(response, draft.items, owner)

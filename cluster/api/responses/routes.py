@@ -24,7 +24,7 @@ from cluster.api.responses.event_log import EventLog
 from cluster.api.responses.factory import ResponseFactory
 from cluster.api.responses.input_items import query_flag, query_number
 from cluster.api.responses.protocol import ResponsesRequest
-from cluster.api.responses.store import ResponseStore
+from cluster.api.responses.store import ResponseStore, StoredResponse
 from cluster.api.responses.writer import ResponseWriter
 from cluster.api.routes.generation import Admitted, GenerationEndpoint, Prepared
 from cluster.api.routes.openapi import body_schema
@@ -48,7 +48,7 @@ def add_responses_routes(
     async def make_draft(body: bytes, facts: EngineFacts, sender: Sender) -> ResponseDraft:
         draft = await offload.on_body(draft_response, body, facts, sender=sender)
         if isinstance(draft, References):
-            found = factory.find(draft)
+            found = factory.find(draft, sender.key)
             draft = await offload.on_body(draft_response, body, facts, *found, sender=sender)
             assert isinstance(draft, ResponseDraft), "it has what it refers to"
         return draft
@@ -79,19 +79,22 @@ def _start(
     assert isinstance(writer, ResponseWriter), "the factory makes it"
     job = BackgroundJob(writer, streams=generation.stream)
     job.start(run)
-    store.attach(generation.response_id, job)
+    stored = store.attach(generation.response_id, job)
     if job.log is not None:
         return _stream(job.log, -1)
-    return _json(store.find(generation.response_id).response)
+    return _json(stored.response)
 
 
 def _add_store_routes(
     app: FastAPI, offload: Offload, store: ResponseStore, settings: ApiSettings
 ) -> None:
+    def find(response_id: str, request: Request) -> StoredResponse:
+        return store.find(response_id, sender_of(request, settings).key)
+
     @app.get(_ONE, openapi_extra=_query("stream", "starting_after"))
     async def get_response(response_id: str, request: Request) -> Response:
         """A kept response; with stream=true the events of a response that runs or ran in the background."""
-        stored = store.find(response_id)
+        stored = find(response_id, request)
         if not query_flag(request.query_params, "stream"):
             return _json(stored.response)
         if stored.job is None or stored.job.log is None:
@@ -102,18 +105,18 @@ def _add_store_routes(
         return _stream(stored.job.log, query_number(request.query_params, "starting_after", -1))
 
     @app.delete(_ONE)
-    async def delete_response(response_id: str) -> Response:
+    async def delete_response(response_id: str, request: Request) -> Response:
         """Forget a response; one that runs is cancelled."""
-        stored = store.find(response_id)
+        stored = find(response_id, request)
         if stored.job is not None:
             await stored.job.cancel()
         store.delete(response_id)
         return _json({"id": response_id, "object": "response", "deleted": True})
 
     @app.post(f"{_ONE}/cancel")
-    async def cancel_response(response_id: str) -> Response:
+    async def cancel_response(response_id: str, request: Request) -> Response:
         """Cancel a response in the background; without effect after its end."""
-        stored = store.find(response_id)
+        stored = find(response_id, request)
         if stored.job is None:
             raise BadRequestError(
                 "only responses that were created with background can be cancelled; "
@@ -121,12 +124,12 @@ def _add_store_routes(
                 param="response_id",
             )
         await stored.job.cancel()
-        return _json(store.find(response_id).response)
+        return _json(find(response_id, request).response)
 
     @app.get(f"{_ONE}/input_items", openapi_extra=_query("limit", "order", "after"))
     async def list_input_items(response_id: str, request: Request) -> Response:
         """The conversation that a response answers, in pages."""
-        items, query = store.find(response_id).items, dict(request.query_params)
+        items, query = find(response_id, request).items, dict(request.query_params)
         page = await offload.run(page_of_items, items, query, sender=sender_of(request, settings))
         return Response(page, media_type="application/json")
 
