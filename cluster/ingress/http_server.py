@@ -5,6 +5,7 @@ HAProxy's statistics listen on all interfaces, and either adds a process to the 
 """
 
 import logging
+import resource
 import socket
 
 import uvicorn
@@ -16,6 +17,7 @@ from kernels.host.owned import OwnedTask
 
 logger = logging.getLogger(__name__)
 
+MAX_CONNECTIONS = 16384
 SHUTDOWN_S = (
     3  # time for requests that are open when the server stops; the ingress has drained before
 )
@@ -28,7 +30,9 @@ class HttpServer:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http=limited_protocol(config.limits.client_timeout_s),
+                http=limited_protocol(config.limits.client_timeout_s, connections_limit(config)),
+                ssl_certfile=config.tls_cert_file,
+                ssl_keyfile=config.tls_key_file,
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -61,6 +65,21 @@ class HttpServer:
         self._server.should_exit = True
         if self._task is not None:
             await self._task.wait()
+
+
+def connections_limit(config: ServeConfig) -> int:
+    """Return the most open connections: below the limit of open files, because streams of ranks need some too."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = files * 3 // 4
+    wanted = config.limits.max_connections
+    if wanted == "auto":
+        return min(most, MAX_CONNECTIONS)
+    if wanted > most:
+        logger.warning(
+            "serve.limits.max_connections = %d is lowered to %d, because the process may open %d files",
+            *(wanted, most, files),
+        )
+    return min(wanted, most)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -22,6 +22,7 @@ import typer
 from ray import serve
 
 from cluster.commands.start import RAY_ENVIRONMENT
+from cluster.config.api_keys import KeyDigests
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import resolve_rank_config
@@ -185,7 +186,7 @@ def start(config: PhalanxConfig, step_s: float) -> None:
     ).remote(config, step_s)
     serve.start(proxy_location="Disabled")
     app = Ingress.options(num_replicas=1).bind(
-        config, listen=True, api_key_digests=(), environment={}
+        config, listen=True, keys=KeyDigests(), environment={}
     )
     serve.run(app, name=config.serve.app_name, route_prefix="/")
 

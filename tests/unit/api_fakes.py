@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from cluster.api.admission import AdmissionGate, KeyLimits
 from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
@@ -27,11 +28,14 @@ IM_END = 258
 Script = Callable[[list[int], SamplingParams], Iterable[list[int]]]
 
 
+# Kept to the end, because processes of large bodies load the tokenizer from there.
+_FOLDER = TemporaryDirectory()
+
+
 @cache
 def tiny_tokenizer() -> ServingTokenizer:
     """Id b < 256 is byte b; 256 to 258 are special; the model has 300 ids."""
-    with TemporaryDirectory() as folder:
-        return load_tokenizer(tiny_checkpoint(Path(folder) / "tiny"))
+    return load_tokenizer(tiny_checkpoint(Path(_FOLDER.name) / "tiny"))
 
 
 def tiny_checkpoint(folder: Path) -> Path:
@@ -193,11 +197,14 @@ class Api:
         self,
         backend: FakeBackend | None = None,
         tokenizer: ServingTokenizer | None = None,
+        limits: KeyLimits | None = None,
         **settings: Any,
     ) -> None:
         self.backend = backend or FakeBackend()
         tokenizer = tokenizer or tiny_tokenizer()
-        self.app = create_app(lambda: self.backend, tokenizer, ApiSettings(**settings))
+        settings = {"stats_fresh_s": 0.0, **settings}
+        gate = None if limits is None else AdmissionGate(limits=limits)
+        self.app = create_app(lambda: self.backend, tokenizer, ApiSettings(**settings), gate)
 
     def client(self) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(app=self.app)

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from cluster.api.routes.readiness import PROBE_PRIORITY
+from cluster.config.api_keys import KeyDigests
 from cluster.errors import EngineDeadError
 from cluster.supervisor.status import GroupStatus
 from tests.unit.api_fakes import MODEL, Api, FakeBackend, assert_error, tiny_tokenizer
@@ -287,7 +288,7 @@ def test_other_origins_are_not_invited_unless_configured():
 
 
 def test_configured_origins_may_call_even_when_a_key_is_needed():
-    api = Api(cors_origins=("https://chat.example",), api_key_digests=(b"x" * 32,))
+    api = Api(cors_origins=("https://chat.example",), keys=KeyDigests(clients=(b"x" * 32,)))
     preflight = {
         **ORIGIN,
         "access-control-request-method": "POST",

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from cluster.config.api_keys import KeyDigests
 from cluster.errors import SHUTDOWN_REASON, EngineDeadError
 from cluster.ingress import ingress, settings
 from tests.unit.api_fakes import FakeBackend, tiny_tokenizer
@@ -84,7 +85,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def replica(*, listen: bool) -> Any:
     subject = IngressClass.__new__(IngressClass)
-    await subject.__init__(phalanx_config(), listen=listen, api_key_digests=(), environment={})
+    keys = KeyDigests()
+    await subject.__init__(phalanx_config(), listen=listen, keys=keys, environment={})
     return subject
 
 

@@ -14,6 +14,7 @@ from cluster.commands import start
 from cluster.commands.serve import _delete_application
 from cluster.commands.start import RankStart
 from cluster.commands.stop_signals import StopSignals
+from cluster.config.api_keys import KeyDigests
 from cluster.config.examples import DEMO
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
@@ -40,7 +41,7 @@ def test_the_node_of_an_ingress(
     monkeypatch: pytest.MonkeyPatch, listen: bool, overrides: tuple[str, ...], pinned: bool
 ) -> None:
     monkeypatch.setattr(ingress, "node_address", lambda: "192.0.2.7")
-    app: Any = ingress.deploy(joined(*overrides), listen=listen, api_key_digests=())
+    app: Any = ingress.deploy(joined(*overrides), listen=listen, keys=KeyDigests())
     found = app._bound_deployment.ray_actor_options.get("resources") or {}
     assert found == ({"node:192.0.2.7": 0.001} if pinned else {})
 
@@ -49,7 +50,7 @@ def test_secrets_are_arguments_of_an_ingress(monkeypatch: pytest.MonkeyPatch) ->
     """Ray writes a runtime_env to logs that all users of a machine can read."""
     monkeypatch.setattr(ingress, "node_address", lambda: "192.0.2.7")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=secret")
-    app: Any = ingress.deploy(joined(), listen=True, api_key_digests=())
+    app: Any = ingress.deploy(joined(), listen=True, keys=KeyDigests())
     deployment = app._bound_deployment
     assert "secret" not in str(deployment.ray_actor_options)
     environment = deployment.init_kwargs["environment"]

@@ -84,6 +84,7 @@ ORDER = {
         ("api/tools", "api/settings.py", "api/backend.py"),
         ("api/answer",),
         ("api/tokenizer.py",),
+        ("api/work",),
         ("api/request",),
         ("api",),
         ("ingress", "bench"),
