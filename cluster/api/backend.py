@@ -70,14 +70,17 @@ class EngineBackend(Protocol):
         """Return the sum of the counts of all ingresses; `own` has the counts of the calling ingress."""
         ...
 
-    async def drain(self, timeout_s: float | None) -> None:
-        """Refuse new requests, finish the open ones in `timeout_s` seconds, then end; None: serve.drain_timeout_s."""
+    async def drain(self, timeout_s: float | None, group: str | None = None) -> None:
+        """Refuse new requests, finish the open ones in `timeout_s` seconds, then end; None: serve.drain_timeout_s.
+
+        group: the one that ends, in favour of the other groups; None: the server
+        """
         ...
 
-    async def scale(self, num_ranks: int) -> None:
+    async def scale(self, num_ranks: int, group: str | None = None) -> None:
         """Go on with another number of ranks. Returns when they serve; raises BadRequestError if that is impossible."""
         ...
 
-    async def restart(self, settings: list[str]) -> None:
-        """Replace the processes of all ranks, with these settings changed. Returns and raises as `scale`."""
+    async def restart(self, settings: list[str], group: str | None = None) -> None:
+        """Replace the processes of all ranks, or of one group, with these settings. Returns and raises as `scale`."""
         ...

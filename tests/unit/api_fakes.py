@@ -172,16 +172,16 @@ class FakeBackend:
     async def groups(self) -> list[dict[str, Any]]:
         return self.group_states
 
-    async def drain(self, timeout_s: float | None) -> None:
-        self.operations.append(("drain", timeout_s))
+    async def drain(self, timeout_s: float | None, group: str | None = None) -> None:
+        self.operations.append(("drain", timeout_s, *filter(None, [group])))
 
-    async def scale(self, num_ranks: int) -> None:
-        self.operations.append(("scale", num_ranks))
+    async def scale(self, num_ranks: int, group: str | None = None) -> None:
+        self.operations.append(("scale", num_ranks, *filter(None, [group])))
         if num_ranks > 8:
             raise BadRequestError("no free CPU")
 
-    async def restart(self, settings: list[str]) -> None:
-        self.operations.append(("restart", settings))
+    async def restart(self, settings: list[str], group: str | None = None) -> None:
+        self.operations.append(("restart", settings, *filter(None, [group])))
 
     async def rank_stats(self) -> list[dict[str, Any]]:
         return self.stats

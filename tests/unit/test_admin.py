@@ -48,6 +48,14 @@ def test_operators_have_a_key_of_their_own(operation, keys):
     assert api.backend.operations == [(operation, CALLS[operation])]
 
 
+@pytest.mark.parametrize("operation", BODIES)
+def test_a_call_may_name_a_group(operation):
+    api = Api(keys=OPERATORS)
+    assert operate(api, operation, BODIES[operation] | {"group": "b"}).status_code == 200
+    assert api.backend.operations == [(operation, CALLS[operation], "b")]
+    assert_error(operate(api, operation, BODIES[operation] | {"group": 1}), 400)
+
+
 @pytest.mark.parametrize("keys", [ACCEPTED, OPERATORS], ids=["with-clients", "alone"])
 @pytest.mark.parametrize("operation", BODIES)
 def test_no_other_key_operates(operation, keys):

@@ -19,26 +19,28 @@ from cluster.api.request.uploads import Uploads
 from cluster.api.settings import ApiSettings
 
 
-class DrainRequest(BaseModel):
-    """POST /admin/drain."""
+class OperatorRequest(BaseModel):
+    """A body of these routes. `group`: name of the group, as in /ready; may be left out where there is one."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    group: str | None = None
+
+
+class DrainRequest(OperatorRequest):
+    """POST /admin/drain: of a group, or of the server without a name."""
 
     timeout_s: float | None = Field(None, ge=0)
 
 
-class ScaleRequest(BaseModel):
+class ScaleRequest(OperatorRequest):
     """POST /admin/scale."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     ranks: int = Field(ge=1)
 
 
-class RestartRequest(BaseModel):
+class RestartRequest(OperatorRequest):
     """POST /admin/restart. `set`: settings as in `phalanx serve --set`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     set: list[str] = Field(default_factory=list)
 
@@ -67,21 +69,21 @@ def add_admin_routes(
     async def drain(request: Request) -> Response:
         """Refuse new requests, finish the open ones, end the server."""
         wanted = await parse(request, DrainRequest)
-        await backend_provider().drain(wanted.timeout_s)
+        await backend_provider().drain(wanted.timeout_s, wanted.group)
         return _done({"status": "draining"})
 
     @app.post("/admin/scale", include_in_schema=False)
     async def scale(request: Request) -> Response:
         """Go on with another number of ranks."""
         wanted = await parse(request, ScaleRequest)
-        await backend_provider().scale(wanted.ranks)
+        await backend_provider().scale(wanted.ranks, wanted.group)
         return _done({"status": "done", "ranks": wanted.ranks})
 
     @app.post("/admin/restart", include_in_schema=False)
     async def restart(request: Request) -> Response:
         """Replace the processes of all ranks."""
         wanted = await parse(request, RestartRequest)
-        await backend_provider().restart(wanted.set)
+        await backend_provider().restart(wanted.set, wanted.group)
         return _done({"status": "done"})
 
 
