@@ -165,8 +165,8 @@ class Group:
             await self.prepare()
             await self._serve()
         except Exception as error:
-            if self.status.state == "stopped":
-                return  # stop() killed the ranks
+            if self.health.ended:
+                return  # stop() or fail() killed the ranks
             # The console shows the message of a user's mistake; a traceback would hide it.
             explained = isinstance(error, ValueError | RankDiedError)
             level = logging.DEBUG if explained else logging.ERROR

@@ -87,8 +87,15 @@ def test_a_broken_watch_of_the_leases_fails_the_groups(monkeypatch: pytest.Monke
     async def scenario() -> None:
         subject = OfFakes(phalanx_config())
         subject._leases.expired = lambda: {}["a bug"]
+        rank = subject.fake_ranks[0]
+
+        async def dies(_: str) -> None:
+            await until(lambda: rank.died)
+            raise ActorDiedError
+
+        rank.run_stage = dies  # the group still starts, and its start fails as its ranks end
         await subject.start(phalanx_config())
-        await until(lambda: subject._pool.healths[0].ended)
+        await until(lambda: subject._pool._tasks[0].done)
         assert subject._pool.healths[0].error == "the supervisor failed: KeyError: 'a bug'"
         assert subject.launcher.killed
         await end_tasks(subject)
