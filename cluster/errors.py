@@ -105,6 +105,18 @@ class EngineDeadError(ServingError):
     retry_after_s = 1
 
 
+class PoisonRequestError(ServingError):
+    """The request ended its rank each time that the rank began it, so that it must not be sent again."""
+
+    default_code = "request_ended_ranks"
+    should_retry = False
+
+    def __init__(
+        self, message: str = "this request was set aside: it ended each rank that began it"
+    ) -> None:
+        super().__init__(message)
+
+
 class RequestTimeoutError(ServingError):
     """The answer took longer than the configured limit."""
 

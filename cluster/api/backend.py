@@ -25,7 +25,10 @@ class EngineBackend(Protocol):
         """KV capacity of one rank in tokens: no request can be longer."""
         ...
 
-    num_ranks: int
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all groups."""
+        ...
 
     def generate(
         self,
@@ -51,8 +54,8 @@ class EngineBackend(Protocol):
         """Return (whether requests are taken, the reason if not)."""
         ...
 
-    def token_ages(self) -> list[float]:
-        """Return the seconds since this ingress received tokens of each rank; infinite before the first."""
+    def token_ages(self) -> dict[int, float]:
+        """Return the seconds since this ingress received tokens, of each rank that can be reached; infinite before."""
         ...
 
     async def groups(self) -> list[dict[str, Any]]:
@@ -60,7 +63,7 @@ class EngineBackend(Protocol):
         ...
 
     async def rank_stats(self) -> list[dict[str, Any]]:
-        """Return `workers.stats.stats.EngineStats.snapshot()` of each rank, in rank order."""
+        """Return `workers.stats.stats.EngineStats.snapshot()` of each rank that can be reached, with its `rank`."""
         ...
 
     async def ingress_metrics(self, own: Snapshot) -> Snapshot:

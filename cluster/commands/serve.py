@@ -87,7 +87,7 @@ def _start(
         return not http.is_alive()
 
     try:
-        info = ranks.follow("http", http_is_ready)
+        serves = ranks.follow("http", http_is_ready)
     except BaseException:
         stop.set()
         raise
@@ -96,9 +96,7 @@ def _start(
         if stop.is_set():
             calling_serve.acquire(timeout=HTTP_STOP_S)
     scheme = "http" if config.serve.tls_cert_file is None else "https"
-    return (
-        None if info is None else f"{scheme}://{_url_host(config.serve.host)}:{config.serve.port}"
-    )
+    return f"{scheme}://{_url_host(config.serve.host)}:{config.serve.port}" if serves else None
 
 
 def _start_http(

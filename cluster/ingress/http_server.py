@@ -4,7 +4,6 @@ Clients connect to this server, not to a proxy of Serve, because Serve's own pro
 HAProxy's statistics listen on all interfaces, and either adds a process to the way of every token.
 """
 
-import asyncio
 import logging
 import resource
 import socket
@@ -14,6 +13,7 @@ from starlette.types import ASGIApp
 
 from cluster.config.serve_section import ServeConfig
 from cluster.ingress.http_protocol import limited_protocol
+from kernels.host.owned import OwnedTask
 
 logger = logging.getLogger(__name__)
 
@@ -42,23 +42,29 @@ class HttpServer:
             )
         )
         self._socket = _listen(config.host, config.port)
-        self._task: asyncio.Task[None] | None = None
+        self._task: OwnedTask | None = None
+        self._error: BaseException | None = None
 
     def start(self) -> None:
         """Start to serve, in the running event loop."""
         # Not serve(): that would install signal handlers, and this process belongs to Ray.
-        self._task = asyncio.create_task(self._server._serve([self._socket]))
+        serving = self._server._serve([self._socket])
+        self._task = OwnedTask(serving, self._fail, "http-server", may_end=True)
 
     def check(self) -> None:
         """Raise RuntimeError when the server has ended."""
-        if self._task is None or self._task.done():
-            raise RuntimeError("the HTTP server of this ingress has ended")
+        if self._task is None or self._task.done:
+            raise RuntimeError("the HTTP server of this ingress has ended") from self._error
+
+    def _fail(self, error: BaseException) -> None:
+        logger.error("the HTTP server failed", exc_info=error)
+        self._error = error
 
     async def stop(self) -> None:
         """Close the port, then end open requests. Does nothing a second time or before the start."""
         self._server.should_exit = True
         if self._task is not None:
-            await self._task
+            await self._task.wait()
 
 
 def connections_limit(config: ServeConfig) -> int:

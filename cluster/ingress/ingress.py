@@ -24,6 +24,7 @@ from cluster.errors import SHUTDOWN_REASON, EngineDeadError
 from cluster.ingress.http_server import HttpServer
 from cluster.ingress.settings import api_settings, key_limits, serving_tokenizer
 from cluster.metrics.metrics import IngressMetrics
+from kernels.host.owned import OwnedTask
 from workers.log import set_up_logging
 from workers.rank.actor import node_address
 
@@ -82,7 +83,9 @@ class Ingress:
             self._server.start()
         await connected
         gc.freeze()  # modules and tokenizer live as long as the process, and a search through them stops all streams
-        self._drainer = asyncio.create_task(self._drain_on_request())
+        self._drainer = OwnedTask(
+            self._drain_on_request(), self._client.fail, "drain-on-request", may_end=True
+        )
 
     def __serve_build_asgi_app__(self) -> Any:
         """The application for Serve's proxies."""
@@ -92,6 +95,7 @@ class Ingress:
         """Serve calls it from time to time and replaces a replica that raises."""
         if self._gate.closed:
             return
+        self._client.check()
         if self._server is not None:
             self._server.check()
             return

@@ -257,15 +257,33 @@ static inline float from_half(uint16_t half)
     return half & 0x8000 ? -value : value;
 }
 
-/* out[32] = table of the low or the high bits of 32 bytes, minus zero, times scale */
-static inline void expand_half(const uint8_t *bytes, int shift, const float *table, float zero, float scale, float *out)
+/* 2^(exponent - 127) for exponents up to 254 */
+static inline float power_of_two(uint32_t exponent)
 {
-    for (int j = 0; j < 32; j++)
-        out[j] = (table[bytes[j] >> shift & 15] - zero) * scale;
+    uint32_t bits = exponent ? exponent << 23 : 1u << 22;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
-static const float WHOLE[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-static const float E2M1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+/* out[32] = whole numbers in the low (shift 0) or the high bits of 32 bytes, minus zero, times scale */
+static inline void expand_whole(const uint8_t *bytes, int shift, float zero, float scale, float *out)
+{
+    for (int j = 0; j < 32; j++)
+        out[j] = ((float)(bytes[j] >> shift & 15) - zero) * scale;
+}
+
+/* The same of e2m1 values. Their sizes in halves, 0 1 2 3 4 6 8 12, are the largest of three lines; no table, because
+ * a compiler reads tables value by value. */
+static inline void expand_e2m1(const uint8_t *bytes, int shift, float scale, float *out)
+{
+    for (int j = 0; j < 32; j++) {
+        int code = bytes[j] >> shift & 15, size = code & 7, line = 2 * size - 4, steep = 4 * size - 16;
+        size = line > size ? line : size;
+        size = steep > size ? steep : size;
+        out[j] = (float)(size * (1 - (code >> 2 & 2))) * (0.5f * scale);
+    }
+}
 
 /* out[K] = row n of a matrix */
 static void expand_row(const four_bit *w, int64_t kind, int64_t group, int64_t n, int64_t N, int64_t K, float *out)
@@ -273,10 +291,13 @@ static void expand_row(const four_bit *w, int64_t kind, int64_t group, int64_t n
     const uint8_t *bytes = w->values + n * (K / 2);
     for (int64_t k = 0; k < K; k += 32) {
         int64_t at = k / group * N + n;
-        float scale = kind ? from_half(((const uint16_t *)w->scales)[at])
-                           : ldexpf(1.0f, (int)((const uint8_t *)w->scales)[at] - 127);
-        float zero = !kind ? 0.0f : w->zeros ? (float)w->zeros[at] : 8.0f;
-        expand_half(bytes + k / 64 * 32, k & 32 ? 4 : 0, kind ? WHOLE : E2M1, zero, scale, out + k);
+        const uint8_t *half = bytes + k / 64 * 32;
+        int shift = k & 32 ? 4 : 0;
+        if (kind)
+            expand_whole(half, shift, w->zeros ? (float)w->zeros[at] : 8.0f,
+                         from_half(((const uint16_t *)w->scales)[at]), out + k);
+        else
+            expand_e2m1(half, shift, power_of_two(((const uint8_t *)w->scales)[at]), out + k);
     }
 }
 

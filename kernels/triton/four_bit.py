@@ -34,31 +34,29 @@ INT4_ASM = tl.constexpr(
     """
 )
 # e2m1 in bits 15 and 8 .. 6 of bfloat16 is the value divided by 2 ** 126, subnormal values too; the scale is multiplied
-# by that before.
+# by that before. A product copies a code to both places at once: its two copies do not overlap.
 MXFP4_ASM = tl.constexpr(
     """
     {
-        .reg .b32 x, y, p, q, s, t;
-        prmt.b32 x, $4, 0, 0x1404;
-        prmt.b32 y, $4, 0, 0x3424;
-        shr.u32 p, x, 6;
-        shr.u32 q, y, 6;
-        shl.b32 s, x, 4;
-        shl.b32 t, y, 4;
-        and.b32 p, p, 0x01c001c0;
-        and.b32 q, q, 0x01c001c0;
-        lop3.b32 p, x, 0x80008000, p, 0xea;
-        lop3.b32 q, y, 0x80008000, q, 0xea;
-        shr.u32 x, s, 6;
-        shr.u32 y, t, 6;
-        and.b32 x, x, 0x01c001c0;
-        and.b32 y, y, 0x01c001c0;
-        lop3.b32 x, s, 0x80008000, x, 0xea;
-        lop3.b32 y, t, 0x80008000, y, 0xea;
-        mul.rn.bf16x2 $0, x, $5;
-        mul.rn.bf16x2 $1, y, $6;
-        mul.rn.bf16x2 $2, p, $7;
-        mul.rn.bf16x2 $3, q, $8;
+        .reg .b32 x, y, p, q;
+        prmt.b32 x, $4, 0, 0x4140;
+        prmt.b32 y, $4, 0, 0x4342;
+        and.b32 p, x, 0x000f000f;
+        and.b32 q, y, 0x000f000f;
+        and.b32 x, x, 0x00f000f0;
+        and.b32 y, y, 0x00f000f0;
+        mul.lo.u32 p, p, 0x1040;
+        mul.lo.u32 q, q, 0x1040;
+        mul.lo.u32 x, x, 0x104;
+        mul.lo.u32 y, y, 0x104;
+        and.b32 p, p, 0x81c081c0;
+        and.b32 q, q, 0x81c081c0;
+        and.b32 x, x, 0x81c081c0;
+        and.b32 y, y, 0x81c081c0;
+        mul.rn.bf16x2 $0, p, $5;
+        mul.rn.bf16x2 $1, q, $6;
+        mul.rn.bf16x2 $2, x, $7;
+        mul.rn.bf16x2 $3, y, $8;
     }
     """
 )

@@ -25,6 +25,7 @@ class FourBitTile:
     """A tile of `rows` permuted rows by `columns` outputs, a multiple of 64.
 
     programs_per_sm   programs that fit on an SM at once
+    unroll            blocks of 64 input columns in a stage of the loop
     early             programs start before the kernel before has ended (kernels.triton.pdl)
     """
 
@@ -33,6 +34,7 @@ class FourBitTile:
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    unroll: int = 1
     early: bool = False
 
     def most_tiles(self, num_permuted: int, num_experts: int, width: int) -> int:
@@ -51,9 +53,9 @@ def up_tile(mean: float, dtype: torch.dtype, width: int) -> FourBitTile:
     if dtype != torch.bfloat16:
         return SLOW
     if mean <= FEW_ROWS:
-        return FourBitTile(16, 64, 4, 10, 3, early=True)
+        return FourBitTile(16, 64, 4, 5, 3, unroll=2, early=True)
     if mean <= 16:
-        return FourBitTile(16, 64, 4, 5, 4, early=True)
+        return FourBitTile(16, 64, 4, 4, 4, unroll=2, early=True)
     if mean <= 32:
         return FourBitTile(32, 64, 4, 4, 3)
     if mean <= 64:
@@ -66,9 +68,9 @@ def down_tile(mean: float, dtype: torch.dtype, width: int) -> FourBitTile:
     if dtype != torch.bfloat16:
         return SLOW
     if mean <= FEW_ROWS:
-        return FourBitTile(16, 64, 4, 10, 3, early=True)
+        return FourBitTile(16, 64, 4, 5, 3, unroll=2, early=True)
     if mean <= 16:
-        return FourBitTile(16, 64, 4, 6, 4, early=True)
+        return FourBitTile(16, 64, 4, 4, 4, unroll=2, early=True)
     if mean <= 32:
         return FourBitTile(32, 64, 4, 4, 3)
     if mean <= 64:
@@ -110,6 +112,7 @@ def _multiply(
     ZEROS: tl.constexpr,
     ORDERED: tl.constexpr,
     PACKED: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Return float32 [TILE_W, TILE_R]: out + weights @ x.T, and up + those of the up rows @ x.T.
 
@@ -129,7 +132,7 @@ def _multiply(
         t0, y0, t1, y1 = load_scales(
             scales_ptr, zeros_ptr, up_row, num_rows, 0, GROUP, ZEROS, TILE_W
         )
-    for block in range(num_blocks):
+    for block in tl.range(0, num_blocks, loop_unroll_factor=UNROLL):
         following = tl.minimum(block + 1, num_blocks - 1)
         places = block * 64 + tl.arange(0, 64)
         if ORDERED:
@@ -176,6 +179,7 @@ def grouped_gemm_four_bit_kernel(
     PACKED: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_W: tl.constexpr,
+    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute out[i] = x[row_R[i]] @ weights[expert of i].T, tile by tile; gated where there is an activation."""
@@ -204,7 +208,7 @@ def grouped_gemm_four_bit_kernel(
             _start(bias_ptr, matrix + column + width, whole, HAS_BIAS and GATED, TILE_R),
             (codes_ptr + matrix * (depth // 2), scales_ptr + groups, zeros_ptr + groups),
             *((column, column + width, num_rows), depth // 64),
-            *(GATED, GROUP, KIND, ZEROS, ORDERED, PACKED),
+            *(GATED, GROUP, KIND, ZEROS, ORDERED, PACKED, UNROLL),
         )
         if GATED:
             out = activate(out, up, ACTIVATION)
@@ -265,6 +269,7 @@ def grouped_gemm_four_bit(
         PACKED=x.dtype == torch.bfloat16 if packed is None else packed,
         TILE_R=tile.rows,
         TILE_W=tile.columns,
+        UNROLL=tile.unroll,
         **dependent_launch(early=tile.early),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

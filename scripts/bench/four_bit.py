@@ -41,27 +41,27 @@ BACKENDS = {
     "cuda": ("triton_four_bit", "triton", "deepgemm_fp8"),
     "cpu": ("native_four_bit", "native"),
 }
-# Rows, columns, warps, stages and programs on an SM of tiles to compare.
+# Rows, columns, warps, stages, programs on an SM and blocks of a stage of tiles to compare.
 TILES = (
-    (16, 64, 4, 4, 4),
-    (16, 64, 4, 5, 4),
-    (16, 64, 4, 6, 4),
-    (16, 64, 4, 5, 5),
-    (16, 64, 4, 8, 3),
-    (16, 64, 4, 10, 3),
-    (16, 64, 4, 14, 2),
-    (16, 128, 4, 4, 3),
-    (16, 128, 8, 5, 2),
-    (32, 64, 4, 4, 3),
-    (32, 64, 4, 5, 4),
-    (32, 128, 8, 4, 2),
-    (64, 64, 4, 4, 2),
-    (64, 64, 4, 4, 3),
-    (64, 128, 4, 4, 2),
-    (64, 128, 8, 4, 1),
-    (128, 64, 4, 3, 2),
-    (128, 128, 8, 3, 1),
-    (128, 128, 8, 4, 1),
+    (16, 64, 4, 5, 4, 1),
+    (16, 64, 4, 6, 4, 1),
+    (16, 64, 4, 10, 3, 1),
+    (16, 64, 4, 3, 4, 2),
+    (16, 64, 4, 4, 4, 2),
+    (16, 64, 4, 4, 3, 2),
+    (16, 64, 4, 5, 3, 2),
+    (16, 64, 4, 8, 2, 2),
+    (16, 128, 8, 4, 2, 2),
+    (32, 64, 4, 4, 3, 1),
+    (32, 64, 4, 3, 3, 2),
+    (32, 128, 8, 4, 2, 1),
+    (64, 64, 4, 4, 2, 1),
+    (64, 64, 4, 3, 2, 2),
+    (64, 128, 4, 4, 2, 1),
+    (64, 128, 8, 4, 1, 1),
+    (128, 64, 4, 3, 2, 1),
+    (128, 128, 8, 3, 1, 1),
+    (128, 128, 8, 4, 1, 1),
 )
 TILE_ROWS = 3.0  # a tile has at most this many times the mean rows of an expert, or 16
 LAYERS, DRAWS, ROUNDS = 4, 2, 7  # weights and routings that take turns, so that no cache holds them
@@ -218,7 +218,9 @@ class Products:
         result: dict[str, dict[str, float]] = {}
         for name, product in (("up", up), ("down", down)):
             runs = {
-                str(sizes): repeated(partial(product, FourBitTile(*sizes, True)), times, graph=True)
+                str(sizes): repeated(
+                    partial(product, FourBitTile(*sizes, early=True)), times, graph=True
+                )
                 for sizes in TILES
                 if sizes[0] <= max(16, TILE_ROWS * mean)
             }

@@ -199,6 +199,7 @@ def run_load(server: ServerProcess, load: Load, resolved: dict[str, Any]) -> dic
         **lengths,
         max_num_batched_tokens=resolved["config"]["scheduler"]["max_num_batched_tokens"],
         fp8_experts=resolved["backends"]["grouped_gemm"]["name"] == "deepgemm_fp8",
+        four_bit=resolved["backends"]["grouped_gemm"]["name"] == "triton_four_bit",
         fp8_cache=resolved["config"]["cache"]["dtype"] == "fp8",
         states=None if states == "auto" else states,
         hardware=Hardware.of(machine.hardware()["gpus"]),

@@ -70,6 +70,7 @@ def floor_of(
     output_len: int,
     max_num_batched_tokens: int = 8192,
     fp8_experts: bool = False,
+    four_bit: bool = False,
     fp8_cache: bool = False,
     states: str | None = None,
     hardware: Hardware | None = None,
@@ -77,7 +78,7 @@ def floor_of(
     """Return the floor of a load: all requests are prefilled, then decoded together.
 
     in_flight counts requests on all ranks; lengths are tokens; a prefill step has max_num_batched_tokens of a rank;
-    `states` is the dtype of the states of linear attention, None that of the checkpoint.
+    `four_bit` as in StepShape; `states` is the dtype of the states of linear attention, None that of the checkpoint.
     """
     hardware = hardware or Hardware()
     seqs = in_flight / num_ranks
@@ -85,7 +86,12 @@ def floor_of(
     steps = max(1.0, prompt_tokens / max_num_batched_tokens)
     # Few of a prompt's tokens are sampled from.
     prompts = StepShape(
-        prompt_tokens / steps, context=input_len / 2, kv_reads=0.0, sampled=0.0, fp8=fp8_experts
+        prompt_tokens / steps,
+        context=input_len / 2,
+        kv_reads=0.0,
+        sampled=0.0,
+        fp8=fp8_experts,
+        four_bit=four_bit,
     )
     prefill = steps * step_floor(model, num_ranks, prompts, hardware)
     context = input_len + output_len / 2
@@ -95,6 +101,7 @@ def floor_of(
         kv_reads=seqs * context,
         sampled=seqs,
         fp8=fp8_experts,
+        four_bit=four_bit,
         fp8_cache=fp8_cache,
         states=states,
     )

@@ -13,7 +13,7 @@ from kernels.interface.kv_layout import layout_of
 from kernels.routing.expert_map import ContiguousMap
 from workers.specs.model import GqaSpec, MlaSpec, ModelConfig, weight_map
 from workers.specs.weight_map import FP8_BLOCK, WeightEntry, WeightKind
-from workers.weights.tensors import DTYPE_BYTES, rank_weights
+from workers.weights.tensors import DTYPE_BYTES, four_bit_parameters, rank_weights
 
 
 class StepPart(StrEnum):
@@ -72,6 +72,7 @@ class StepShape:
     sampled    tokens with computed logits
     fp8        whether the experts' weights are held and multiplied in FP8, and dense ones that the checkpoint stores
                in FP8; rows travel to the experts in FP8 then
+    four_bit   whether experts and projections that the checkpoint packs in four bits are held so
     fp8_cache  whether K and V are cached in FP8
     states     dtype of the states of linear attention; None: that of the checkpoint
     """
@@ -81,6 +82,7 @@ class StepShape:
     kv_reads: float
     sampled: float
     fp8: bool = False
+    four_bit: bool = False
     fp8_cache: bool = False
     states: str | None = None
 
@@ -120,6 +122,7 @@ def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> di
     dense = weights[StepPart.DENSE] + head * model.tie_word_embeddings
     projections = weights[StepPart.DENSE] - head * (not model.tie_word_embeddings)
     fp8_values = _fp8_values(model) if shape.fp8 else 0.0
+    spared = _spared_bytes(model, num_ranks)[StepPart.DENSE] if shape.four_bit else 0.0
     dense_values = tokens * (
         2 * layers * dim + attending * values.projected + moe * (dim + model.num_experts)
     )
@@ -147,7 +150,7 @@ def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> di
             activation_bytes=width * attending * tokens * 2 * values.rotated,
         ),
         StepPart.DENSE: Work(
-            width * (dense - fp8_values) + fp8_values,
+            width * (dense - fp8_values) + fp8_values - spared,
             flops=2.0 * (tokens * (projections - fp8_values) + shape.sampled * head),
             fp8_flops=2.0 * tokens * fp8_values,
             activation_bytes=width * dense_values,
@@ -212,6 +215,9 @@ def _experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepP
     width = DTYPE_BYTES[model.dtype]
     missed = (1 - top_k / model.num_experts) ** (tokens * num_ranks)  # experts without a token
     read = _weights(model, num_ranks)[StepPart.GROUPED] * (1 - missed)
+    read_bytes = read if shape.fp8 else width * read
+    if shape.four_bit:
+        read_bytes -= _spared_bytes(model, num_ranks)[StepPart.GROUPED] * (1 - missed)
     rows, pairs = moe * tokens, moe * tokens * top_k
     remote = _remote_ranks(model, num_ranks)
     one_way = width * rows * remote * dim
@@ -225,7 +231,7 @@ def _experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepP
         # int32 ids of all ranks' rows, the places of their pairs, and the rows at this rank's places
         StepPart.EXPERT_ORDER: Work(activation_bytes=4 * pairs * (2 * num_ranks + 1)),
         StepPart.GROUPED: Work(
-            read if shape.fp8 else width * read,
+            read_bytes,
             flops=0.0 if shape.fp8 else flops,
             fp8_flops=flops if shape.fp8 else 0.0,
             activation_bytes=width * pairs * 2 * (dim + inner),
@@ -254,6 +260,19 @@ def _fp8_values(model: ModelConfig) -> float:
     """Return the number of values of dense products that the checkpoint stores in FP8."""
     entries = (entry for entry in weight_map(model) if entry.expert is None)
     return float(sum(entry.size for entry in entries if entry.fp8 is not None))
+
+
+@lru_cache(maxsize=4)
+def _spared_bytes(model: ModelConfig, num_ranks: int) -> Mapping[StepPart, float]:
+    """Return the bytes that rank 0 reads less in each part because weights are packed in four bits."""
+    expert_map, dense = ContiguousMap(model.num_experts, num_ranks), four_bit_parameters(model)
+    found = dict.fromkeys((StepPart.DENSE, StepPart.GROUPED), 0.0)
+    for entry in rank_weights(model, expert_map, 0):
+        kept = entry.expert is not None or entry.parameter in dense
+        if entry.four_bit is not None and kept:
+            width = DTYPE_BYTES[model.dtype]
+            found[_part_of_weight(entry)] += width * entry.size - entry.four_bit_bytes
+    return found
 
 
 def _part_of_weight(entry: WeightEntry) -> StepPart:

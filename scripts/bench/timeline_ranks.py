@@ -234,6 +234,7 @@ class Loop:
         cache = self._epoch.process.config.cache
         formats: dict[str, Any] = {
             "fp8": self._epoch.backends.grouped_gemm.fp8_weights,
+            "four_bit": self._epoch.backends.grouped_gemm.four_bit,
             "fp8_cache": cache.dtype == "fp8",
             "states": None if cache.state_dtype == "auto" else cache.state_dtype,
         }

@@ -5,17 +5,18 @@ from collections.abc import Iterator
 
 from cluster.api.settings import ApiSettings
 from cluster.bench.report import LATE_MS
-from cluster.client import router
+from cluster.client import refusals, router
 from cluster.commands import check_cluster, reaper, start
 from cluster.config.serve_section import ResponsesStoreConfig
 from cluster.offline import engine
-from cluster.supervisor import group, heartbeat, launcher, leases, supervisor
+from cluster.supervisor import group, heartbeat, launcher, leases, relocation, supervisor
 from kernels.all2all import deepep_limits
 from tests.claims import ROOT, row
 from tests.published_configs import PUBLISHED
 from workers.engine import datagram_vote
 from workers.models.registry import parse_model_config
 from workers.overlap import policy
+from workers.rank import actor
 from workers.scheduler import prefill_cap
 from workers.stats import pace, stats_line
 from workers.weights.tensors import DTYPE_BYTES
@@ -119,14 +120,17 @@ def operations() -> Iterator[str]:
     yield f"{heartbeat.CHECKS} times within `cluster.hang_timeout_s` the supervisor reads"
     yield "another one starts a second after the ranks serve again"
     yield f"or served for less than {group.STABLE_S:.0f} s, the group fails"
-    yield f"The group looks for room every {group.GROW_S:.0f} s"
+    yield f"The group looks for room every {relocation.GROW_S:.0f} s"
     yield f"they leave the ranks after {leases.LEASE_S:.0f} s"
     yield f"the server ends {supervisor.LAUNCHER_LEASE_S:.0f} s after the last heartbeat"
     yield f"the remaining processes of its Ray within {2 * reaper.POLL_S + reaper.GRACE_S:.0f} s"
     again_ms = 1000 * datagram_vote._ASK_S
     yield f"A rank that misses a vote requests it after {again_ms:.0f} ms"
     yield f"so a lost datagram costs about {again_ms:.0f} ms"
-    yield f"every rank has sent a token within the last {ApiSettings.probe_fresh_s:.0f} s"
+    yield f"are refused for {refusals.REFUSE_S / 60:.0f} minutes with the same 500"
+    assert actor.LOST_CHECKS * actor.FOLLOW_S == 60
+    yield "give back their places a minute after Ray has reported it"
+    yield f"each of its ranks has sent a token within the last {ApiSettings.probe_fresh_s:.0f} s"
     yield f"one line per busy rank every {stats_line.INTERVAL_S:.0f} s"
     yield f"at which ubatches win by more than {100 * policy.MARGIN:.0f} % there"
     assert (prefill_cap.DECODE_SHARE, router.PREFILL_WEIGHT) == (2, 2)

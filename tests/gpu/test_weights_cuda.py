@@ -7,7 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kernels.backends.select import probe
 from kernels.block_fp8 import dequantise
+from kernels.interface.registry import backend_class
 from kernels.routing.expert_map import ContiguousMap
 from tests.closeness import calc_diff
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
@@ -16,11 +18,13 @@ from tests.gpu.test_grouped_gemm_cuda import CASES, Layer, build
 from tests.gpu.test_model_cuda import batches, given_experts, on_gpu
 from tests.token_judge import TokenJudge
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
+from workers.models.registry import load_model_config
 from workers.weights import reader as weight_reader
 from workers.weights.files import read_headers
 from workers.weights.initial_weights import draw_weights
 from workers.weights.reader import SlotSource, fill_slots
 from workers.weights.slots import BlockSlot, WeightSlot
+from workers.weights.tensors import four_bit_experts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,6 +75,35 @@ def test_an_fp8_checkpoint_gives_the_logits_of_float32(tmp_path: Path, name: str
     for batch in batches():
         found, expected = model.logits(on_gpu(batch)).cpu(), reference.logits(batch)
         assert calc_diff(found, expected) < tolerance
+
+
+@pytest.mark.parametrize("form", ["int4", "gptq-ordered", "awq", "mxfp4"])
+def test_a_four_bit_checkpoint_gives_the_logits_of_float32(tmp_path: Path, form: str):
+    """Packed on the GPU as on the CPU, but tiled; the experts are given, see above."""
+    family = "gpt_oss" if form == "mxfp4" else "qwen3_moe"
+    path = small_checkpoint(
+        tmp_path,
+        family=family,
+        quantization=form,
+        dtype="bfloat16",
+        intermediate_size=None,
+        **SHAPE,
+    )
+    four_bit = four_bit_experts(load_model_config(path))
+    assert four_bit is not None
+    if reason := probe("cuda").get("grouped_gemm.triton_four_bit"):
+        pytest.skip(reason)
+    gemm = backend_class("grouped_gemm", "triton_four_bit")(four_bit)
+    here, there = (given_experts(path, device) for device in ("cpu", "cuda"))
+    model = OneRank(path, torch.bfloat16, device="cuda", grouped_gemm=gemm, **there)
+    reference = OneRank(path, **here)
+    for held, wide in zip(model.model.layers, reference.model.layers, strict=True):
+        for expert in range(8):
+            found = held.mlp.w13_e2ID[expert].matrix().dequantise()
+            assert torch.equal(found.cpu(), wide.mlp.w13_e2ID[expert])
+    for batch in batches():
+        found, expected = model.logits(on_gpu(batch)).cpu(), reference.logits(batch)
+        assert calc_diff(found, expected) < 1e-4
 
 
 @pytest.mark.parametrize("label", ["few_rows", "decode", "prefill"])

@@ -164,9 +164,10 @@ class FakeBackend:
     def health(self) -> tuple[bool, str]:
         return self.ready
 
-    def token_ages(self) -> list[float]:
+    def token_ages(self) -> dict[int, float]:
         now = time.monotonic()
-        return [now - self.token_times.get(rank, -math.inf) for rank in range(self.num_ranks)]
+        ranks = range(self.num_ranks)
+        return {rank: now - self.token_times.get(rank, -math.inf) for rank in ranks}
 
     async def groups(self) -> list[dict[str, Any]]:
         return self.group_states

@@ -10,14 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.backends.select import probe
 from kernels.block_fp8 import BlockWeights
+from kernels.four_bit import FourBitWeights
+from kernels.grouped_gemm.native_four_bit import NativeFourBit
 from kernels.routing.expert_map import STANDBY, ContiguousMap, ExpertMap, kept_runs
 from tests.checkpoints.writer import make_checkpoint
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from tests.unit.test_fp8_checkpoint import Fp8Gemm
 from workers.models.decoder import DecoderLM
+from workers.models.registry import load_model_config
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import load_weights
+from workers.weights.tensors import four_bit_experts
 
 torch.set_num_threads(1)
 BATCH = make_batch([[1, 2, 3, 4, 5], [200, 100, 7]], [0, 0], padding=2)
@@ -76,13 +81,20 @@ def test_neighbours_are_one_run() -> None:
     assert list(kept_runs((), range(3), ())) == []
 
 
-@pytest.mark.parametrize("form", ["dense", "fp8"])
+@pytest.mark.parametrize("form", ["dense", "fp8", "four_bits"])
 def test_logits_do_not_depend_on_the_map(tmp_path: Path, form: str) -> None:
     """Weights are loaded, drawn and kept by logical experts."""
     if form == "fp8":
         sizes: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 128}
         path = make_checkpoint(tmp_path, fp8=True, num_experts=8, num_layers=2, **sizes)
         rank = OneRank(path, grouped_gemm=Fp8Gemm())
+    elif form == "four_bits":
+        if reason := probe("cpu").get("grouped_gemm.native_four_bit"):
+            pytest.skip(reason)
+        path = small_checkpoint(tmp_path, quantization="gptq-ordered", moe_intermediate_size=64)
+        four_bit = four_bit_experts(load_model_config(path))
+        assert four_bit is not None
+        rank = OneRank(path, grouped_gemm=NativeFourBit(four_bit))
     else:
         path = small_checkpoint(tmp_path)
         rank = OneRank(path)
@@ -95,6 +107,7 @@ def test_logits_do_not_depend_on_the_map(tmp_path: Path, form: str) -> None:
     load_weights(rank.model, path, config=rank.config, expert_map=first, **where)
     held = rank.model.layers[0].mlp.w2_eDI
     assert isinstance(held, BlockWeights) == (form == "fp8")
+    assert isinstance(held, FourBitWeights) == (form == "four_bits")
     assert_same(held[0], contiguous.layers[0].mlp.w2_eDI[3])
     torch.testing.assert_close(rank.logits(BATCH), expected)
     kept = [0, 1, 2, 3, 4, 6, 7]
@@ -112,6 +125,8 @@ def test_logits_do_not_depend_on_the_map(tmp_path: Path, form: str) -> None:
 def assert_same(found: Any, expected: Any) -> None:
     if isinstance(found, BlockWeights):
         found, expected = found.values.view(torch.uint8), expected.values.view(torch.uint8)
+    if isinstance(found, FourBitWeights):
+        found, expected = found.matrix().dequantise(), expected.matrix().dequantise()
     assert torch.equal(found, expected)
 
 

@@ -14,8 +14,10 @@ from kernels.four_bit import FourBitWeights, quantise_four_bit
 from kernels.four_bit_format import FourBitFormat
 from kernels.routing.expert_map import ContiguousMap
 from tests.checkpoints.four_bit import FOUR_BITS
+from tests.published_configs import PUBLISHED
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from workers.models.registry import ModelConfigError, load_model_config, parse_model_config
+from workers.specs.model import weight_map
 from workers.weights.checkpoint_files import CheckpointError
 from workers.weights.initial_weights import draw_weights
 from workers.weights.slots import FourBitSlot, WeightSlot
@@ -372,3 +374,27 @@ def test_rows_that_are_no_whole_tiles_are_widened(tmp_path: Path, native: Any) -
     kept = {name for name, slot in slots.items() if isinstance(slot, FourBitSlot)}
     assert len(kept) == 2 * (8 * 3 + 1)
     assert isinstance(slots["model.layers.0.self_attn.q_proj.weight"], WeightSlot)
+
+
+def test_a_release_with_experts_alone_in_int4() -> None:
+    """Kimi-K2's shape with the modules that its releases leave out: experts take 4.5 bits a value."""
+    quantization = FOUR_BITS["int4"] | {
+        "ignore": [
+            "lm_head",
+            "re:.*self_attn.*",
+            "re:.*shared_experts.*",
+            r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+        ]
+    }
+    raw = PUBLISHED["kimi_k2"] | {"quantization_config": quantization}
+    config = parse_model_config(raw, {}, "config.json")
+    assert four_bit_experts(config) == FourBitFormat("int4", 32)
+    packed = [entry for entry in weight_map(config) if entry.four_bit is not None]
+    assert all(entry.expert is not None for entry in packed) and not four_bit_parameters(config)
+    whole = ContiguousMap(config.num_experts, 1)
+    kept, wide = (
+        rank_weight_bytes(config, whole, 0, "bfloat16", in_four_bits=four_bit)
+        for four_bit in (True, False)
+    )
+    values = sum(entry.size for entry in packed)
+    assert wide - kept == values * 2 - values * 4.5 / 8

@@ -25,7 +25,7 @@ class FakeClient(FakeBackend):
         super().__init__()
         self.replace_failed = replace_failed
         self.events: list[str] = []
-        self.failure = ""
+        self.failure = self.broken = ""
         self.drain = asyncio.Event()
         FakeClient.made.append(self)
 
@@ -34,6 +34,13 @@ class FakeClient(FakeBackend):
 
     def health(self) -> tuple[bool, str]:
         return not self.failure, self.failure
+
+    def check(self) -> None:
+        if self.broken:
+            raise EngineDeadError(self.broken)
+
+    def fail(self, error: BaseException) -> None:
+        self.broken = str(error)
 
     async def drain_requested(self) -> float:
         await self.drain.wait()
@@ -119,6 +126,10 @@ def test_under_the_launcher_only_the_http_server_counts():
         assert not client.replace_failed, "the launcher shows why the first supervisor failed"
         client.failure = "rank 1: its process died"
         subject.check_health()
+        client.broken = "a task has ended"
+        with pytest.raises(EngineDeadError, match="a task has ended"):
+            subject.check_health()
+        client.broken = ""
         subject._server.broken = True
         with pytest.raises(RuntimeError, match="HTTP server"):
             subject.check_health()

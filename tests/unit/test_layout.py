@@ -194,7 +194,7 @@ def all_imported_modules(module: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "module",
     [
-        *("cluster.cli", "cluster.commands.serve", "cluster.app", "cluster.supervisor.supervisor"),
+        *("cluster.cli", "cluster.commands.serve", "cluster.app", "cluster.supervisor.actor"),
         *("cluster.ingress.ingress", "cluster.api.tokenizer", "workers.rank.actor"),
     ],
 )

@@ -230,3 +230,35 @@ def test_the_page_of_a_served_shape_names_the_floor_of_each_kind(tmp_path: Path)
     assert len(step) == 4 and step[1] == pytest.approx(1e3 * memory, abs=0.01)
     del floor["decode_kinds"]
     assert kinds_table([load | {"floor": floor}]) == []
+
+
+def test_four_bits_are_read_as_they_are_packed() -> None:
+    """gpt-oss-120b: 36 layers of 128 experts, with a byte of scale for 32 values."""
+    gpt_oss = parse_model_config(PUBLISHED["gpt_oss"], {}, "config.json")
+    shape = StepShape(tokens=1e6, context=1, kv_reads=0, sampled=0)
+    values = 36 * 128 * 3 * 2880 * 2880
+    biases = 2 * 36 * 128 * 3 * 2880
+    for four_bit, expected in ((False, 2 * values), (True, values / 2 + values / 32)):
+        work = step_work(gpt_oss, 1, replace(shape, four_bit=four_bit))[StepPart.GROUPED]
+        assert work.memory_bytes == pytest.approx(expected + biases, rel=1e-4)
+        assert work.fp8_flops == 0 and work.flops > 0
+
+
+def test_dense_layers_in_four_bits_are_read_so(model) -> None:
+    raw = PUBLISHED["qwen3_moe"] | {
+        "quantization_config": {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 128,
+            "sym": True,
+            "desc_act": False,
+        }
+    }
+    packed = parse_model_config(raw, {}, "config.json")
+    shape = StepShape(tokens=1, context=1, kv_reads=0, sampled=0)
+    wide, narrow = (
+        step_work(packed, 1, replace(shape, four_bit=four_bit))[StepPart.DENSE].memory_bytes
+        for four_bit in (False, True)
+    )
+    values = sum(e.size for e in weight_map(packed) if e.four_bit and e.expert is None)
+    assert wide - narrow == pytest.approx(values * (2 - 0.5 - 2 / 128))
