@@ -11,10 +11,10 @@ from cluster.ingress.ingress import deploy
 def build(args: dict[str, str]) -> Application:
     """The Serve application of a YAML. `args` holds `config`, by default the demo, and any `key.path=value` overrides.
 
-    API keys come from this process's environment and from serve.api_keys_file. Raises ConfigError for a
+    Keys come from this process's environment and from serve.api_keys_file. Raises ConfigError for a
     wrong configuration, ApiKeyError for wrong keys.
     """
     options = dict(args)
     path = options.pop("config", DEMO)
     config = load_config(path, [f"{key}={value}" for key, value in options.items()])
-    return deploy(config, listen=False, api_key_digests=load_digests(config.serve.api_keys_file))
+    return deploy(config, listen=False, keys=load_digests(config.serve.api_keys_file))

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cluster.bench.command import API_KEY_VARIABLE, bench
+from cluster.bench.command import bench
 from cluster.bench.options import KeyVariable, ShowProgress
+from cluster.config.api_keys import OPERATOR_VARIABLE
 from cluster.config.examples import DEMO
 from cluster.experiments.command import experiment, report
 from workers.stats.versions import phalanx_version
@@ -136,7 +137,7 @@ def drain(
         float | None,
         typer.Option(min=0, help="Seconds for open requests; by default serve.drain_timeout_s."),
     ] = None,
-    api_key_env: KeyVariable = API_KEY_VARIABLE,
+    api_key_env: KeyVariable = OPERATOR_VARIABLE,
 ) -> None:
     """Let a running server finish its open requests, refuse new ones, and end."""
     _operate(url, "drain", {"timeout_s": timeout}, api_key_env)
@@ -146,7 +147,7 @@ def drain(
 def scale(
     ranks: Annotated[int, typer.Argument(min=1, help="Number of ranks.", show_default=False)],
     url: Server = LOCAL,
-    api_key_env: KeyVariable = API_KEY_VARIABLE,
+    api_key_env: KeyVariable = OPERATOR_VARIABLE,
 ) -> None:
     """Change the number of ranks of a running server. Open requests pause, then go on."""
     _operate(url, "scale", {"ranks": ranks}, api_key_env)
@@ -156,7 +157,7 @@ def scale(
 def restart(
     url: Server = LOCAL,
     overrides: Overrides = None,
-    api_key_env: KeyVariable = API_KEY_VARIABLE,
+    api_key_env: KeyVariable = OPERATOR_VARIABLE,
 ) -> None:
     """Replace the rank processes of a running server, with new settings. Open requests pause, then go on."""
     _operate(url, "restart", {"set": overrides or []}, api_key_env)

@@ -13,6 +13,8 @@ class ServingError(Exception):
     error_type = "server_error"
     default_code: str | None = "internal_error"
     retry_after_s: int | None = None
+    should_retry: bool | None = None
+    """Whether clients should send the request again; None = as they decide by the status."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -101,6 +103,18 @@ class EngineDeadError(ServingError):
     error_type = "service_unavailable_error"
     default_code = "engine_unavailable"
     retry_after_s = 1
+
+
+class PoisonRequestError(ServingError):
+    """The request ended its rank each time that the rank began it, so that it must not be sent again."""
+
+    default_code = "request_ended_ranks"
+    should_retry = False
+
+    def __init__(
+        self, message: str = "this request was set aside: it ended each rank that began it"
+    ) -> None:
+        super().__init__(message)
 
 
 class RequestTimeoutError(ServingError):

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -29,12 +30,22 @@ BODY_SEND = "phalanx.body_send"
 _MAX_RETRY_AFTER_S = 30
 
 
+@dataclass(frozen=True)
+class KeyLimits:
+    """The most requests of one key that are open in an ingress, and the most tokens of them; None = no limit."""
+
+    max_requests: int | None = None
+    max_tokens: int | None = None
+
+
 class Ticket:
     """An admitted request. `release` it when it has ended, also after an error."""
 
-    def __init__(self, gate: "AdmissionGate", num_choices: int) -> None:
+    def __init__(self, gate: "AdmissionGate", num_choices: int, key: str) -> None:
         self._gate = gate
         self.num_choices = num_choices
+        self.num_tokens = 0
+        self.key = key
         self.arrived = time.monotonic()
         self.timeout: asyncio.Timeout | None = None
 
@@ -54,8 +65,11 @@ class TimeLimitError(Exception):
 class AdmissionGate:
     """Admission of one ingress; used in the event loop only."""
 
-    def __init__(self, max_open_choices: int | None = None) -> None:
+    def __init__(
+        self, max_open_choices: int | None = None, limits: KeyLimits | None = None
+    ) -> None:
         self._limit = max_open_choices
+        self._limits = limits or KeyLimits()
         self._tickets: set[Ticket] = set()
         self._closed = ""
         self.ended = False
@@ -92,14 +106,49 @@ class AdmissionGate:
         error.retry_after_s = self._wait_for(self.num_choices + num_choices - self._limit)
         raise error
 
-    def admit(self, num_choices: int) -> Ticket:
-        """Admit a request of `num_choices`, or raise."""
+    def admit(self, num_choices: int, key: str = "") -> Ticket:
+        """Admit a request of `num_choices`, or raise. key: of a client with limits of its own; "" = none."""
         self.check(num_choices)
-        ticket = Ticket(self, num_choices)
+        most = self._limits.max_requests
+        if key and most is not None and len(self._of_key(key)) >= most:
+            raise OverloadedError(f"this key has {most} open requests, its limit; try again later")
+        ticket = Ticket(self, num_choices, key)
         self._tickets.add(ticket)
         self.num_choices += num_choices
         self._empty.clear()
         return ticket
+
+    def resize(self, ticket: Ticket, num_choices: int, num_tokens: int) -> None:
+        """Set the choices and the tokens of an admitted request, or raise."""
+        self._check_tokens(ticket.key, num_tokens)
+        ticket.num_tokens = num_tokens
+        if num_choices == ticket.num_choices:
+            return
+        self.num_choices -= ticket.num_choices
+        try:
+            self.check(num_choices)
+            ticket.num_choices = num_choices
+        finally:
+            self.num_choices += ticket.num_choices
+
+    def _check_tokens(self, key: str, num_tokens: int) -> None:
+        most = self._limits.max_tokens
+        if not key or most is None:
+            return
+        if num_tokens > most:
+            raise BadRequestError(
+                f"prompt and max_tokens are {num_tokens} tokens; a key has {most} for its open requests",
+                param="max_tokens",
+            )
+        taken = sum(ticket.num_tokens for ticket in self._of_key(key))
+        if taken + num_tokens > most:
+            raise OverloadedError(
+                f"the open requests of this key have {taken} of {most} tokens, and this one needs {num_tokens}; "
+                "try again later"
+            )
+
+    def _of_key(self, key: str) -> list[Ticket]:
+        return [ticket for ticket in self._tickets if ticket.key == key]
 
     def close(self, reason: str) -> None:
         """Refuse all further requests with `reason`."""

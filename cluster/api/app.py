@@ -15,14 +15,13 @@ from cluster.api.backend import EngineBackend
 from cluster.api.error_format import error_response
 from cluster.api.messages.routes import add_messages_routes
 from cluster.api.middleware import RequestContext
+from cluster.api.offload import Offload
 from cluster.api.record import Recorder
+from cluster.api.request.draft import Draft, Drafter
 from cluster.api.request.generation_factory import GenerationFactory
-from cluster.api.request.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    parse_chat,
-    parse_completion,
-)
+from cluster.api.request.protocol import ChatRequest, CompletionRequest
+from cluster.api.request.sender import Sender
+from cluster.api.request.uploads import Uploads
 from cluster.api.responses.factory import ResponseFactory
 from cluster.api.responses.routes import add_responses_routes
 from cluster.api.responses.store import make_store
@@ -70,27 +69,29 @@ def create_app(
     )
     _add_middleware(app, settings, metrics)
     _add_error_handlers(app)
-    factory = GenerationFactory(tokenizer, settings)
-    endpoint = GenerationEndpoint(backend_provider, settings, recorder, gate)
-    _add_generation_routes(app, endpoint, factory)
-    add_messages_routes(app, endpoint, factory, backend_provider, settings)
+    drafter = Drafter(tokenizer, settings)
+    offload = Offload(drafter)
+    factory = GenerationFactory(drafter, offload.grammars)
+    uploads = Uploads(settings)
+    endpoint = GenerationEndpoint(backend_provider, settings, recorder, gate, uploads)
+    _add_generation_routes(app, endpoint, offload, factory)
+    add_messages_routes(app, endpoint, offload, uploads, factory, backend_provider, settings)
     store = make_store(settings)
-    add_responses_routes(app, endpoint, ResponseFactory(factory, store), store)
+    add_responses_routes(app, endpoint, offload, ResponseFactory(factory, store), store, settings)
     add_other_routes(app)
     add_model_routes(app, backend_provider)
-    add_tokenization_routes(app, backend_provider, tokenizer, settings)
+    add_tokenization_routes(app, backend_provider, offload, uploads, settings)
     add_utility_routes(app, backend_provider, settings, gate)
     add_metrics_routes(app, backend_provider, settings, metrics)
     add_page_routes(app)
-    add_admin_routes(app, backend_provider, settings)
-    complete_openapi(app, with_keys=bool(settings.api_key_digests))
+    add_admin_routes(app, backend_provider, uploads, settings)
+    complete_openapi(app, with_keys=bool(settings.keys.clients))
     return app
 
 
 def _add_middleware(app: FastAPI, settings: ApiSettings, metrics: IngressMetrics) -> None:
     """Add the middleware; the last added is the outermost."""
-    if settings.api_key_digests:
-        app.add_middleware(ApiKeyAuth, digests=settings.api_key_digests)
+    app.add_middleware(ApiKeyAuth, keys=settings.keys)
     app.add_middleware(RequestContext, metrics=metrics)
     if settings.cors_origins:
         app.add_middleware(
@@ -98,30 +99,27 @@ def _add_middleware(app: FastAPI, settings: ApiSettings, metrics: IngressMetrics
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-should-retry"],
         )
 
 
 def _add_generation_routes(
-    app: FastAPI, endpoint: GenerationEndpoint, factory: GenerationFactory
+    app: FastAPI, endpoint: GenerationEndpoint, offload: Offload, factory: GenerationFactory
 ) -> None:
+    async def prepare(draft: Draft, backend: EngineBackend, sender: Sender) -> Prepared:
+        return with_writer(await factory.generation(draft, backend, sender))
+
     @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
 
-        async def prepare(parsed: CompletionRequest, backend: EngineBackend) -> Prepared:
-            return with_writer(await factory.completion(parsed, backend, request.headers))
-
-        return await endpoint.answer(request, parse_completion, prepare)
+        return await endpoint.answer(request, offload.drafts(Drafter.completion), prepare)
 
     @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
 
-        async def prepare(parsed: ChatRequest, backend: EngineBackend) -> Prepared:
-            return with_writer(await factory.chat(parsed, backend, request.headers))
-
-        return await endpoint.answer(request, parse_chat, prepare)
+        return await endpoint.answer(request, offload.drafts(Drafter.chat), prepare)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

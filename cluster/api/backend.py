@@ -25,7 +25,10 @@ class EngineBackend(Protocol):
         """KV capacity of one rank in tokens: no request can be longer."""
         ...
 
-    num_ranks: int
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all groups."""
+        ...
 
     def generate(
         self,
@@ -51,8 +54,8 @@ class EngineBackend(Protocol):
         """Return (whether requests are taken, the reason if not)."""
         ...
 
-    def token_ages(self) -> list[float]:
-        """Return the seconds since this ingress received tokens of each rank; infinite before the first."""
+    def token_ages(self) -> dict[int, float]:
+        """Return the seconds since this ingress received tokens, of each rank that can be reached; infinite before."""
         ...
 
     async def groups(self) -> list[dict[str, Any]]:
@@ -60,21 +63,24 @@ class EngineBackend(Protocol):
         ...
 
     async def rank_stats(self) -> list[dict[str, Any]]:
-        """Return `workers.stats.stats.EngineStats.snapshot()` of each rank, in rank order."""
+        """Return `workers.stats.stats.EngineStats.snapshot()` of each rank that can be reached, with its `rank`."""
         ...
 
     async def ingress_metrics(self, own: Snapshot) -> Snapshot:
         """Return the sum of the counts of all ingresses; `own` has the counts of the calling ingress."""
         ...
 
-    async def drain(self, timeout_s: float | None) -> None:
-        """Refuse new requests, finish the open ones in `timeout_s` seconds, then end; None: serve.drain_timeout_s."""
+    async def drain(self, timeout_s: float | None, group: str | None = None) -> None:
+        """Refuse new requests, finish the open ones in `timeout_s` seconds, then end; None: serve.drain_timeout_s.
+
+        group: the one that ends, in favour of the other groups; None: the server
+        """
         ...
 
-    async def scale(self, num_ranks: int) -> None:
+    async def scale(self, num_ranks: int, group: str | None = None) -> None:
         """Go on with another number of ranks. Returns when they serve; raises BadRequestError if that is impossible."""
         ...
 
-    async def restart(self, settings: list[str]) -> None:
-        """Replace the processes of all ranks, with these settings changed. Returns and raises as `scale`."""
+    async def restart(self, settings: list[str], group: str | None = None) -> None:
+        """Replace the processes of all ranks, or of one group, with these settings. Returns and raises as `scale`."""
         ...

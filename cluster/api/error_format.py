@@ -6,7 +6,7 @@ from starlette.types import Scope
 from cluster.api.answer.events import error_body, to_json
 from cluster.api.messages.envelope import error_object
 from cluster.api.record import REQUEST_ID
-from cluster.errors import ClientTimeoutError, ServingError
+from cluster.errors import AuthenticationError, ClientTimeoutError, ServingError
 
 _MESSAGES = "/v1/messages"
 
@@ -22,6 +22,12 @@ def error_response(error: ServingError, scope: Scope, status: int | None = None)
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
+    if (
+        error.should_retry is not None
+    ):  # the clients of OpenAI and Anthropic read it before the status
+        headers["x-should-retry"] = str(error.should_retry).lower()
+    if isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
     if isinstance(error, ClientTimeoutError):
         headers["connection"] = "close"  # the rest of the body would be taken for the next request
     if is_messages_route(scope):

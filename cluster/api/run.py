@@ -39,6 +39,9 @@ class GenerationRun:
             async with asyncio.TaskGroup() as group:
                 for choice in choices:
                     group.create_task(self._run(choice, emit))
+                    await asyncio.sleep(
+                        0
+                    )  # the start of a thousand takes long; other streams go on between
         except BaseExceptionGroup as errors:  # the error of one cancels all; raise the first
             raise errors.exceptions[0] from None
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
+from cluster.config.api_keys import KeyDigests
 from workers.stats.versions import phalanx_version
 
 
@@ -44,13 +44,26 @@ class ApiSettings:
     """How long a client may take to send a body."""
     max_open_choices: int | None = None
     """Choices that run or wait in this ingress; more get a 429. None = no limit."""
-    api_key_digests: tuple[bytes, ...] = field(default=(), repr=False)
-    """SHA-256 of each accepted API key; empty = no key is needed."""
+    keys: KeyDigests = field(default_factory=KeyDigests)
+    max_upload_bytes: int = 256 * 1024 * 1024
+    """Of all bodies that arrive or are prepared."""
+    client_routing: bool = True
+    """Clients may set priority and x-data-parallel-rank."""
+    separate_prefixes: bool = False
+    """Requests of different keys share no prefixes in the cache."""
     cors_origins: tuple[str, ...] = ()
-    inline_tokenize_chars: int = 8192
-    """Longer texts are tokenised in a thread, so that they do not stall running streams."""
+    inline_body_bytes: int = 8 * 1024
+    """Larger bodies are parsed, rendered and tokenised in a thread, so that they do not stall running streams."""
+    thread_body_bytes: int = 64 * 1024
+    """Larger bodies are handled in a process, because a thread holds the interpreter lock for too long in one call."""
+    body_cpu_s: float = 60.0
+    """Processor time that the process of one body may take."""
+    grammar_timeout_s: float = 3.0
+    """Processor time of the compilation of one grammar."""
     stats_timeout_s: float = 2.0
     """How long /metrics waits for the ranks before it answers without them."""
+    stats_fresh_s: float = 1.0
+    """How long answers of /metrics, /ranks and /ready are shared by requests."""
     probe_timeout_s: float = 5.0
     """Seconds that a rank may take for the token of a probe by /ready."""
     probe_fresh_s: float = 10.0
@@ -65,5 +78,5 @@ class ApiSettings:
     """Of `tools.FORMATS`; auto = by the chat template."""
     reasoning_parser: str = "auto"
     """think = between <think> and </think>, none = no reasoning; auto = by the chat template."""
-    default_sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
     system_fingerprint: str = field(default_factory=lambda: f"phalanx-{phalanx_version()}")

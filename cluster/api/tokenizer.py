@@ -22,12 +22,20 @@ _PARTS_LOOP = re.compile(r"""{%-?\s*for\s+\w+\s+in\s+\w+(\.content|\[['"]content
 _REASONING = ("reasoning", "reasoning_content")
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
+TokenizerSource = tuple[str, str | None]
+"""The arguments of `load_tokenizer`, by which another process loads the same."""
+
 
 class ServingTokenizer:
     """One tokenizer shared by all requests; safe to use from several threads."""
 
     def __init__(
-        self, hf_tokenizer: Any, *, vocab_size: int, eos_token_ids: frozenset[int]
+        self,
+        hf_tokenizer: Any,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        source: TokenizerSource = ("", None),
     ) -> None:
         backend = getattr(hf_tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
@@ -43,6 +51,7 @@ class ServingTokenizer:
         self._hidden = frozenset(token.content for token in added.values() if token.special)
         self._grammar_token_ids = _grammar_token_ids(added)
         self._reserved = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters)
+        self.source = source
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.decoders = DecoderFactory(backend)
@@ -201,6 +210,7 @@ def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> Serv
         # The embedding decides which ids a rank can take; it may have more rows than tokens.
         vocab_size=int(config.get("vocab_size") or len(hf_tokenizer)),
         eos_token_ids=frozenset(eos_ids),
+        source=(str(folder), chat_template),
     )
 
 

@@ -1,40 +1,36 @@
 """All groups as one ingress sees them: one message a request, one long stream from each rank.
 
-Implements `cluster.api.backend.EngineBackend`. Knows nothing of HTTP.
+Implements `cluster.api.backend.EngineBackend`. Each group has a GroupClient: a group that rebuilds pauses its own
+requests alone, and a group that fails ends its own requests alone. Knows nothing of HTTP.
 """
 
 import asyncio
 import logging
 import math
 import random
-import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 from ray.exceptions import RayError
 
-from cluster.client.group_client import GroupClient
+from cluster.client.group_client import POISON, GroupClient
 from cluster.client.open_request import OpenRequest
 from cluster.client.operator_calls import OperatorCalls
-from cluster.client.router import Router
-from cluster.client.suspects import Suspects, turn
+from cluster.client.refusals import Refusals
+from cluster.client.router import Place, Router
 from cluster.config.phalanx_config import PhalanxConfig
-from cluster.errors import SHUTDOWN_REASON, EngineDeadError, ServingError
+from cluster.errors import EngineDeadError, PoisonRequestError
 from cluster.metrics.snapshot import Snapshot
-from cluster.supervisor import supervisor
+from cluster.supervisor import actor
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus
-from workers.rank.actor import node_address
+from cluster.supervisor.supervisor import Renewal
+from kernels.host.owned import OwnedTask
 from workers.wire.request import RequestOutput, SamplingParams, expected_output
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
-RETRY_S = 0.1
-POISON = (
-    "this request was set aside: its rank failed each time that it began the request, also alone"
-)
 
 
 class EngineClient(OperatorCalls):
@@ -45,52 +41,74 @@ class EngineClient(OperatorCalls):
 
     def __init__(self, config: PhalanxConfig, *, replace_failed: bool = False):
         self.model_name: str = config.serve.model_name or ""
-        self.num_ranks = config.cluster.ranks
         self.metrics_source: Callable[[], Snapshot] = dict
         """Returns the counts of this ingress; the owner sets it."""
         self._config = config
         self._replace_failed = replace_failed
         self._ingress_id = f"ingress-{uuid.uuid4().hex[:12]}"
-        self._lease_id = ""
         self._supervisor: Any = None
-        self._limits: tuple[int, int] | None = None  # tokens of a sequence, and of a rank's cache
-        self._healths: list[GroupHealth] = []
-        self._failure: str | None = "the ranks are starting"
-        self._serving = asyncio.Event()  # clear while a group rebuilds
-        self._reopening = asyncio.Lock()
-        self._open: dict[str, OpenRequest] = {}  # by the id that their rank has
-        self._suspects = Suspects()
+        self._limits: dict[int, tuple[int, int]] = {}  # by group: tokens of a sequence, of a cache
+        self._failure: str | None = "the ranks are starting"  # of this client, beside its groups'
+        self._broken = False
+        self._changed = asyncio.Event()  # replaced after each change of a group
         self._groups: list[GroupClient] = []
-        self._router = Router([self.num_ranks])
-        self._layout: tuple[Any, ...] = ()  # that the router was made for
-        self._token_times: dict[int, float] = {}  # of the last tokens of each rank
-        self._tasks: list[asyncio.Task[None]] = []
+        self._router = Router([config.cluster.ranks])
+        self._refusals = Refusals()
+        self._layouts: dict[int, tuple[int, int]] = {}  # by group, as the router has it
+        self._tasks: list[OwnedTask] = []
         self._stopping = False
 
     async def connect(self) -> None:
-        """Wait until all groups serve, then open a stream to each rank. Raises EngineDeadError if a group fails."""
-        self._supervisor = await supervisor.start(self._config, replace_failed=self._replace_failed)
-        self._healths = await self._supervisor.healths.remote()
-        while not all(health.alive for health in self._healths):
-            for health in self._healths:
-                if health.ended:
-                    raise EngineDeadError(health.error)
-            self._healths = await self._supervisor.changed_healths.remote(self._healths)
-        await self._open_streams()
+        """Wait until the groups serve, then open a stream to each rank. Raises EngineDeadError if no group can serve.
+
+        A group that has failed, or that drains, keeps no other group from serving.
+        """
+        self._supervisor = await actor.start(self._config, replace_failed=self._replace_failed)
+        healths = await self._supervisor.healths.remote()
+        while not _can_begin(healths):
+            healths = await self._supervisor.changed_healths.remote(healths)
+        if all(health.ended for health in healths):
+            raise EngineDeadError(_reasons(healths))
+        self._router = Router(
+            [self._config.cluster.ranks] * len(healths),
+            num_replicas=self._config.serve.replicas,
+            start=random.randrange(1 << 16),
+        )
+        self._groups = [
+            GroupClient(
+                index,
+                self._supervisor,
+                self._ingress_id,
+                self._router,
+                self._refusals,
+                self.fail,
+                self._learn,
+                self._wake,
+            )
+            for index in range(len(healths))
+        ]
+        for group in self._groups:
+            self._own(group.keep_open(), f"group-{group.index}")
+        self._follow(healths)
+        self._own(self._follow_healths(), "follow-healths", may_end=True)
+        await self._opened()
         self._failure = None
-        self._serving.set()
-        jobs = (self._renew_lease(), self._follow_healths())
-        self._tasks = [asyncio.create_task(job) for job in jobs]
+        self._own(self._renew_leases(), "renew-leases")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all groups."""
+        return self._router.num_ranks
 
     @property
     def max_model_len(self) -> int:
         """Tokens of the longest sequence. Raises EngineDeadError before the ranks serve."""
-        return self._known_limits()[0]
+        return min(length for length, _ in self._known_limits())
 
     @property
     def max_request_tokens(self) -> int:
         """KV capacity of one rank in tokens. Raises EngineDeadError before the ranks serve."""
-        return self._known_limits()[1]
+        return min(tokens for _, tokens in self._known_limits())
 
     async def generate(
         self,
@@ -105,46 +123,70 @@ class EngineClient(OperatorCalls):
     ) -> AsyncGenerator[RequestOutput, None]:
         """The tokens of one request as they come; with `whole` at once, when all have come.
 
-        Closing the generator early aborts the request in its rank. While a group rebuilds, a request in flight waits,
-        then goes on in the next epoch. A new request waits for at most serve.limits.rebuild_wait_s.
+        Closing the generator early aborts the request in its rank. While its group rebuilds, a request in flight waits,
+        then goes on in the next epoch. A new request goes to a group that serves; without one it waits for at most
+        serve.limits.rebuild_wait_s.
         """
-        self._check_alive()
-        if not self._serving.is_set():
-            await self._wait_serving()
+        self._refusals.check(prompt_token_ids, params)
+        pinned = None if rank is None else self._router.place(rank)
+        groups = self._available(pinned) or await self._wait_available(pinned)
         request = OpenRequest(
             request_id,
             prompt_token_ids,
             params,
             priority,
             cache_salt,
-            pinned=rank,
+            pinned=pinned,
             whole=whole,
             num_tokens=len(prompt_token_ids) + expected_output(params),
         )
+        request.route(self._router, groups)
+        group = self._groups[request.place[0]]
         try:
-            self._submit(request)
+            group.submit(request)
             finished = False
             while not finished:
                 output = await request.get()
                 if output.error == POISON:
-                    raise ServingError(POISON, code="request_ended_ranks")
+                    raise PoisonRequestError
                 if output.finish_reason == "abort":
                     raise EngineDeadError(output.error or "the request was aborted")
                 finished = output.finish_reason is not None
                 yield output
         finally:
-            if not request.finished and self._failure is None and self._serving.is_set():
-                self._abort(request)
-            self._forget(request)
+            group.leave(request)
+            if group.health.state == "draining":
+                self._release_drained()
 
     def health(self) -> tuple[bool, str]:
         """(whether requests are taken, the reason if not)."""
-        return self._failure is None, self._failure or ""
+        if self._failure is not None:
+            return False, self._failure
+        healths = [group.health for group in self._groups]
+        return (False, _reasons(healths)) if all(health.ended for health in healths) else (True, "")
 
-    def token_ages(self) -> list[float]:
-        """Seconds since this ingress received tokens of each rank; infinite before the first."""
-        now = time.monotonic()
-        return [now - self._token_times.get(rank, -math.inf) for rank in range(self.num_ranks)]
+    def check(self) -> None:
+        """Raise EngineDeadError when a task of this client has ended, so that its ingress must be replaced."""
+        if self._broken:
+            raise EngineDeadError(self._failure or "")
+
+    def fail(self, error: BaseException) -> None:
+        """End every request, because a task of this ingress has ended: nothing would notice a failure any more."""
+        self._broken = True
+        self._failure = f"this ingress failed: {type(error).__name__}: {error}"
+        logger.error("the ingress must be replaced", exc_info=error)
+        for group in self._groups:
+            group.fail_requests(self._failure)
+        self._wake()
+
+    def token_ages(self) -> dict[int, float]:
+        """Seconds since this ingress received tokens of each rank that can be reached; infinite before the first."""
+        ages = {group.index: group.token_ages() for group in self._groups if group.reachable}
+        return {
+            number: ages[load.place[0]].get(load.place[1], math.inf)
+            for number, load in enumerate(self._router.loads)
+            if load.place[0] in ages
+        }
 
     async def groups(self) -> list[dict[str, Any]]:
         """The state of each group, see `GroupStatus.to_json`."""
@@ -152,12 +194,19 @@ class EngineClient(OperatorCalls):
         return [status.to_json() for status in statuses]
 
     async def rank_stats(self) -> list[dict[str, Any]]:
-        """Counters and gauges of each rank, in rank order."""
-        self._check_alive()
+        """Counters and gauges of each rank that can be reached, in rank order; `rank` is the number over all groups."""
+        healthy, reason = self.health()
+        if not healthy:
+            raise EngineDeadError(reason)
+        found = []
         try:
-            return [stats for group in self._groups for stats in await group.stats()]
+            for group in self._groups:
+                for stats in await group.stats() if group.reachable else ():
+                    number = self._router.number((group.index, stats["rank"]))
+                    found.append({**stats, "rank": number})
         except RayError as error:
             raise EngineDeadError(f"a rank does not answer: {error}") from error
+        return found
 
     async def ingress_metrics(self, own: Snapshot) -> Snapshot:
         """The sum of the counts of all ingresses; `own` are the counts of this one."""
@@ -173,227 +222,121 @@ class EngineClient(OperatorCalls):
             raise EngineDeadError(f"the supervisor does not answer: {error}") from error
 
     async def close(self) -> None:
-        """Give the lease back and stop listening."""
+        """Give the leases back and stop listening."""
         for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._lease_id:
-            self._supervisor.unregister.remote(self._lease_id)
+            await task.close()
         for group in self._groups:
             group.close()
 
-    def _check_alive(self) -> None:
+    def _known_limits(self) -> list[tuple[int, int]]:
+        if not self._limits:
+            raise EngineDeadError(self._failure or "the ranks are starting")
+        return list(self._limits.values())
+
+    def _available(self, pinned: Place | None) -> list[int]:
+        """The groups that can take a request now. Raises EngineDeadError when none will."""
         if self._failure is not None:
             raise EngineDeadError(self._failure)
+        wanted = self._groups if pinned is None else [self._groups[pinned[0]]]
+        living = [group for group in wanted if not group.health.ended]
+        if not living:
+            raise EngineDeadError(_reasons([group.health for group in wanted]))
+        serving = [group for group in living if group.health.state != "draining"]
+        return [group.index for group in serving or living if group.reachable]
 
-    def _known_limits(self) -> tuple[int, int]:
-        if self._limits is None:
-            raise EngineDeadError(self._failure or "the ranks are starting")
-        return self._limits
-
-    async def _wait_serving(self) -> None:
-        """Return when the groups serve again. Raises EngineDeadError after the limit, or if a group fails."""
+    async def _wait_available(self, pinned: Place | None) -> list[int]:
+        """The groups that take requests, as soon as there is one. Raises EngineDeadError after the limit."""
         limit_s = self._config.serve.limits.rebuild_wait_s
         try:
             async with asyncio.timeout(limit_s):
-                await self._serving.wait()
+                while not (groups := self._available(pinned)):
+                    await self._changed.wait()
         except TimeoutError:
-            reasons = "; ".join(health.error for health in self._healths if health.error)
+            reasons = _reasons([group.health for group in self._groups])
             raise EngineDeadError(
                 f"the ranks are rebuilding for more than {limit_s:g} s (serve.limits.rebuild_wait_s): {reasons}"
             ) from None
-        self._check_alive()
+        return groups
 
-    def _submit(self, request: OpenRequest) -> None:
-        """Send a request to a rank, with the tokens that an earlier attempt emitted."""
-        request.begin_attempt()
-        request.rank = self._router.pick(
-            request.prompt_token_ids,
-            request.num_tokens - len(request.prompt_token_ids),
-            cache_salt=request.cache_salt,
-            # A rank that the client chose may have left the group.
-            pinned=None if (request.pinned or 0) >= self.num_ranks else request.pinned,
+    def _wake(self) -> None:
+        """Let each wait look at the groups again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _opened(self) -> None:
+        """Return when the streams of all groups that compute are open."""
+        while not all(group.reachable or not group.health.alive for group in self._groups):
+            self.check()
+            await self._changed.wait()
+
+    def _release_drained(self) -> None:
+        """Give back the leases of groups that drain beside a group that serves, so that the supervisor ends them."""
+        if any(group.health.state == "serving" for group in self._groups):
+            for group in self._groups:
+                if group.health.state == "draining" and not group.open:
+                    group.release()
+
+    def _learn(self, index: int, members: GroupMembers) -> None:
+        """Take over what depends on the ranks of a group, which may be others in each epoch."""
+        self._limits[index] = (
+            min(info.max_model_len for info in members.infos),
+            min(info.cache_tokens for info in members.infos),
         )
-        request.router, request.place = self._router, self._router.place(request.rank)
-        request.begin_prefill(self._router.picked_prefill)
-        self._open[request.wire_id] = request
-        group, rank = request.place
-        self._groups[group].submit(rank, request.to_engine())
+        room = self._limits[index][1] if self._config.cache.prefix_caching else 0
+        layout = len(members.ranks), room
+        if layout != self._layouts.get(index):
+            self._layouts[index] = layout
+            self._router.resize(index, *layout)
 
-    def _abort(self, request: OpenRequest) -> None:
-        group, rank = request.place
-        self._groups[group].abort(rank, request.wire_id)
-
-    def _forget(self, request: OpenRequest) -> None:
-        """Release what `_submit` took."""
-        if self._open.pop(request.wire_id, None) is not None:
-            request.router.release(request.rank, request.num_tokens)
-            request.end_prefill()
-
-    def _deliver(
-        self, lease: str, group: int, rank: int, load_of_others: int, outputs: list[RequestOutput]
-    ) -> None:
-        """Pass the outputs of one step of a rank to the requests."""
-        if lease != self._lease_id:
-            return  # the other streams of the lease are still being opened: a rank only reports its load
-        number = self._router.number(group, rank)
-        self._router.report(number, load_of_others)
-        if outputs and not outputs[0].begins:
-            self._token_times[number] = time.monotonic()
-        for output in outputs:
-            request = self._open.get(output.request_id)
-            if request is not None:  # otherwise its client has left
-                request.put(output)
-
-    async def _open_streams(self) -> list[GroupMembers]:
-        """Open a lease, and under it a stream from each rank of each group."""
-        registration: supervisor.Registration = await self._supervisor.register.remote(
-            self._ingress_id
-        )
-        lease_id, address = registration.lease_id, node_address()
-        groups = [
-            GroupClient(members, lease_id, address, partial(self._deliver, lease_id, index))
-            for index, members in enumerate(registration.groups)
-        ]
-        try:
-            for index, group in enumerate(groups):
-                await group.open(partial(self._submit_lost, lease_id, index), self._fail_streams)
-        except BaseException:
-            for group in groups:
-                group.close()
-            self._supervisor.unregister.remote(lease_id)
-            raise
-        for group in self._groups:
-            group.close()  # the ranks compute the tokens again that it has not read
-        self._lease_id, self._groups = lease_id, groups
-        self._learn(registration.groups)
-        return registration.groups
-
-    def _learn(self, members: list[GroupMembers]) -> None:
-        """Take over what depends on the ranks of the groups, which may be others in each epoch."""
-        info = members[0].infos[0]
-        self._limits = info.max_model_len, info.cache_tokens
-        group_sizes = [len(group.ranks) for group in members]
-        layout = (tuple(group_sizes), self.max_request_tokens)
-        if layout == self._layout:
-            return
-        self._layout = layout
-        self.num_ranks = sum(group_sizes)
-        self._token_times.clear()
-        self._router = Router(
-            group_sizes,
-            num_replicas=self._config.serve.replicas,
-            start=random.randrange(self.num_ranks),
-            cache_tokens=self.max_request_tokens if self._config.cache.prefix_caching else 0,
-        )
-
-    async def _renew_lease(self) -> None:
-        """Send heartbeats. A lease that has expired took the streams with it: open new ones, submit requests again."""
+    async def _renew_leases(self) -> None:
+        """Send heartbeats. A lease that has expired took the streams with it, which its GroupClient opens again."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
+            leases = {group.lease_id: group for group in self._groups if group.lease_id}
             counts = self.metrics_source()
             try:
-                if await self._supervisor.heartbeat.remote(
-                    self._ingress_id, self._lease_id, counts
-                ):
-                    for group in self._groups if self._serving.is_set() else ():
-                        group.check_silence()
-                    continue
-                if not self._serving.is_set():
-                    continue  # the next epoch gets a new lease
-                logger.warning(
-                    "the lease of this ingress has expired; its streams are opened again"
+                renewal: Renewal = await self._supervisor.heartbeat.remote(
+                    self._ingress_id, list(leases), counts
                 )
-                await self._reopen(rebuilt=False)
             except RayError as error:
-                logger.debug("no heartbeat: %s", error)  # _follow_healths learns of the failure
-
-    async def _reopen(self, *, rebuilt: bool) -> None:
-        """Open new streams and submit the open requests again, with the tokens that they have emitted.
-
-        rebuilt: a group is in another epoch; otherwise the ranks have aborted the requests of the lease that expired
-        """
-        async with self._reopening:
-            members = await self._open_streams()
-            requests = [request for request in self._open.values() if not request.finished]
-            if rebuilt:
-                self._set_aside_poison(requests, members)
-            self._submit_all_again(requests)
-
-    def _submit_lost(self, lease: str, group: int, rank: int) -> None:
-        """Submit the requests again that a rank has aborted, because their stream had lost a message."""
-        if lease == self._lease_id:
-            self._submit_all_again(it for it in self._open.values() if it.place == (group, rank))
-
-    def _submit_all_again(self, requests: Iterable[OpenRequest]) -> None:
-        for request in sorted(requests, key=turn):
-            if not request.finished:
-                self._submit_again(request)
-
-    def _submit_again(self, request: OpenRequest) -> None:
-        self._forget(request)
-        self._submit(request)
-
-    def _set_aside_poison(self, requests: list[OpenRequest], members: list[GroupMembers]) -> None:
-        """Put the requests on trial that may have ended ranks, and end those that are proved to."""
-
-        def failed(request: OpenRequest) -> bool:
-            group, rank = request.place
-            return rank in members[group].failed
-
-        for poison in self._suspects.judge(requests, failed):
-            logger.error("request %s is set aside: it ends its rank", poison.request_id)
-            poison.put(RequestOutput(poison.wire_id, [], "abort", POISON))
-        if self._suspects.excused:
-            self._supervisor.excuse_failures.remote()
-
-    async def _resume(self) -> None:
-        """Continue in the new epoch of a group. After a RayError the caller tries again: the group may have failed."""
-        old_lease = self._lease_id
-        try:
-            await self._reopen(rebuilt=True)
-        except RayError as error:
-            logger.debug("the new epoch cannot be reached: %s", error)
-            await asyncio.sleep(RETRY_S)
-            return
-        self._supervisor.unregister.remote(old_lease)
-        logger.info("%d requests go on in the next epoch", len(self._open))
-        self._serving.set()
+                logger.debug("no heartbeat: %s", error)  # _follow_healths reports the failure
+                continue
+            for digest in renewal.refused:
+                self._refusals.add(digest)
+            for lease_id in leases.keys() - renewal.expired:
+                leases[lease_id].check_silence()
+            for lease_id in renewal.expired:
+                if leases[lease_id].lease_id == lease_id and leases[lease_id].reachable:
+                    logger.warning("a lease of this ingress has expired; its streams are reopened")
+                leases[lease_id].expire(lease_id)
 
     async def _follow_healths(self) -> None:
-        """Follow the groups' states: pause while a group rebuilds, fail the open requests of a group that fails."""
-        while self._failure is None:
-            resuming = not self._serving.is_set() and all(health.alive for health in self._healths)
+        """Pass the changes of the groups' healths to their clients."""
+        while not all(group.health.ended for group in self._groups):
+            healths = [group.health for group in self._groups]
             try:
-                if resuming:  # the last attempt failed
-                    self._healths = await self._supervisor.healths.remote()
-                else:
-                    self._healths = await self._supervisor.changed_healths.remote(self._healths)
+                healths = await self._supervisor.changed_healths.remote(healths)
             except RayError as error:
                 reason = f"the supervisor is gone: {type(error).__name__}"
-                self._healths = [
-                    GroupHealth("failed", health.epoch, reason) for health in self._healths
-                ]
-            ended = [health for health in self._healths if health.ended]
-            if ended:
-                self._fail(ended[0])
-            elif any(health.epoch != group.epoch for health, group in self._pairs()):
-                self._serving.clear()
-                if all(health.alive for health in self._healths):
-                    await self._resume()
+                healths = [GroupHealth("failed", health.epoch, reason) for health in healths]
+            self._follow(healths)
 
-    def _pairs(self) -> Iterator[tuple[GroupHealth, GroupClient]]:
-        return zip(self._healths, self._groups, strict=True)
+    def _follow(self, healths: Sequence[GroupHealth]) -> None:
+        for group, health in zip(self._groups, healths, strict=True):
+            if group.health != health:
+                group.follow(health, stopping=self._stopping)
+        self._release_drained()
 
-    def _fail_streams(self, error: BaseException) -> None:
-        self._fail(GroupHealth("failed", 0, f"the streams of this ingress failed: {error!r}"))
+    def _own(self, work: Coroutine[Any, Any, None], name: str, *, may_end: bool = False) -> None:
+        self._tasks.append(OwnedTask(work, self.fail, name, may_end=may_end))
 
-    def _fail(self, health: GroupHealth) -> None:
-        """End every open request with the error of a group."""
-        stopped = self._stopping or health.state == "stopped"
-        self._failure = SHUTDOWN_REASON if stopped else health.error
-        self._serving.set()  # requests that wait are refused
-        if not stopped:
-            logger.error("the group failed: %s", health.error)
-        for request in self._open.values():
-            request.put(RequestOutput(request.wire_id, [], "abort", self._failure))
+
+def _can_begin(healths: Sequence[GroupHealth]) -> bool:
+    """Whether no group starts, and one serves or none will."""
+    if any(health.state == "starting" for health in healths):
+        return False
+    return any(h.alive for h in healths) or all(h.ended for h in healths)
+
+
+def _reasons(healths: Sequence[GroupHealth]) -> str:
+    return "; ".join(dict.fromkeys(health.error for health in healths if health.error))

@@ -1,141 +1,246 @@
-"""One group as an ingress sees it: its ranks, their inboxes, and the stream of new tokens from all of them.
+"""One group as an ingress sees it, over all its epochs: health, lease, streams, and the requests that the group has.
 
-Valid for one lease of the ingress and one epoch of the group; after either has ended the ingress opens another one.
-A stream that has lost a message in either direction is opened again, without the other streams.
+One task opens the streams, for a new epoch and when the lease has expired, so that two causes at once do not submit
+requests twice. Knows nothing of other groups.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from ray.exceptions import RayError
 
-from cluster.client.stream_watch import StreamWatch
-from cluster.supervisor.ray_calls import gather
-from cluster.supervisor.status import GroupMembers
-from kernels.host.owned import Failed, OwnedTask
-from workers.wire.inbox import InboxSender
-from workers.wire.request import EngineRequest, RequestOutput
-from workers.wire.secure_socket import StreamAddress
-from workers.wire.token_stream import TokenReceiver
+from cluster.client.group_streams import GroupStreams
+from cluster.client.open_request import OpenRequest
+from cluster.client.refusals import Refusals
+from cluster.client.router import Router
+from cluster.client.suspects import Suspects, turn
+from cluster.errors import SHUTDOWN_REASON, PoisonRequestError
+from cluster.supervisor.status import GroupHealth, GroupMembers
+from cluster.supervisor.supervisor import Registration
+from kernels.host.owned import Failed
+from workers.rank.actor import node_address
+from workers.wire.request import RequestOutput
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.5
-
-Deliver = Callable[[int, int, list[RequestOutput]], None]
-"""deliver(rank, load_of_others, outputs): what one rank sent after one step."""
+RETRY_S = 0.1
+POISON = str(PoisonRequestError())
 
 
 class GroupClient:
-    """Call `open` first.
+    """`follow` the health of the group; `keep_open` runs as a task meanwhile.
 
-    stream_id: names the streams in the ranks; differs from that of every earlier GroupClient.
+    index       of the group in the pool
+    supervisor  handle of the supervisor
+    router      of all groups; `learn` is called before it counts requests of a new epoch
+    refusals    gets the digests of requests that have ended ranks
+    failed      called with an unexpected error of a task
+    learn       learn(index, members): take over what depends on the ranks of a new epoch
+    changed     called when the group takes requests, or takes them no longer
     """
 
-    def __init__(self, members: GroupMembers, stream_id: str, address: str, deliver: Deliver):
-        self.epoch = members.epoch
-        self._members = members
-        self._stream_id = stream_id
-        self._deliver = deliver
-        self._reopened: Callable[[int], None]
-        self._failed: Failed
-        self._inboxes: list[InboxSender] = []
-        self._watches: list[StreamWatch] = []
-        self._broken: dict[int, OwnedTask] = {}  # by rank; outputs of these ranks are dropped
-        self._opened = asyncio.Event()
-        self._receiver = TokenReceiver(address, self.epoch)
-        self._receiver.listen(self)
+    def __init__(
+        self,
+        index: int,
+        supervisor: Any,
+        ingress_id: str,
+        router: Router,
+        refusals: Refusals,
+        failed: Failed,
+        learn: Callable[[int, GroupMembers], None],
+        changed: Callable[[], None],
+    ):
+        self.index = index
+        self.health = GroupHealth("starting", 0, "")
+        self.lease_id = ""
+        self.open: dict[str, OpenRequest] = {}  # by the id that their rank has
+        self._supervisor, self._ingress_id = supervisor, ingress_id
+        self._router, self._refusals, self._failed = router, refusals, failed
+        self._learn, self._changed = learn, changed
+        self._suspects = Suspects()
+        self._streams: GroupStreams | None = None
+        self._token_times: dict[int, float] = {}  # of the last tokens of each rank
+        self._expired_lease: str | None = None
+        self._released = False
+        self._woken = asyncio.Event()
 
-    async def open(self, reopened: Callable[[int], None], failed: Failed) -> None:
-        """Open the stream of every rank. Raises RayError when a rank is gone, OSError without free descriptors.
+    @property
+    def epoch(self) -> int:
+        """The epoch of the streams; -1 without any."""
+        return -1 if self._streams is None else self._streams.epoch
 
-        reopened(rank): called when a stream is open again, and its rank has aborted the requests of the stream before
-        failed: called with an unexpected error of a task
+    @property
+    def reachable(self) -> bool:
+        """Whether the ranks of the present epoch can be reached."""
+        return self.health.alive and self.epoch >= self.health.epoch
+
+    def follow(self, health: GroupHealth, *, stopping: bool = False) -> None:
+        """Note the present health. The end of the group ends its requests.
+
+        stopping: the server ends, so the end of the group is no failure
         """
-        self._reopened, self._failed = reopened, failed
-        ranks = range(len(self._members.ranks))
-        streams = [self._receiver.open_stream(rank) for rank in ranks]
-        inboxes = await gather(map(self._open_stream, ranks, streams))
-        for inbox, stream in zip(inboxes, streams, strict=True):
-            self._inboxes.append(InboxSender(inbox, self.epoch, stream))
-        self._watches = [StreamWatch(time.monotonic()) for _ in ranks]
-        self._opened.set()
+        ended_before, self.health = self.health.ended, health
+        if health.ended and not ended_before:
+            stopped = stopping or health.state == "stopped"
+            if not stopped:
+                logger.error("the group failed: %s", health.error)
+            self.fail_requests(SHUTDOWN_REASON if stopped else health.error)
+            self.close()
+        self._woken.set()
+        self._changed()
+
+    def fail_requests(self, reason: str) -> None:
+        """End the requests that have not ended."""
+        for request in self.open.values():
+            if not request.finished:  # otherwise its client has still to read the last tokens
+                request.put(RequestOutput(request.wire_id, [], "abort", reason))
+
+    def expire(self, lease_id: str) -> None:
+        """Note that a lease has expired, and its streams with it. One that was replaced meanwhile is ignored."""
+        self._expired_lease = lease_id
+        self._woken.set()
+
+    def release(self) -> None:
+        """Give the lease back for good, because the group drains and has no request of this ingress."""
+        assert not self.open, f"{len(self.open)} requests are open"
+        self._released = True
+        self.close()
+
+    def submit(self, request: OpenRequest) -> None:
+        """Send a request to the rank that the router has picked, with the tokens that an earlier attempt emitted."""
+        assert self._streams is not None, "the group is not reachable"
+        self.open[request.wire_id] = request
+        self._streams.submit(request.place[1], request.to_engine())
+
+    def leave(self, request: OpenRequest) -> None:
+        """Forget a request; one that has not ended is aborted."""
+        if not request.finished and self.reachable:
+            self._abort(request)
+        self._forget(request)
+
+    def token_ages(self) -> dict[int, float]:
+        """Seconds since the last tokens of each rank that sent some, by the rank in the group."""
+        now = time.monotonic()
+        return {rank: now - then for rank, then in self._token_times.items()}
 
     def check_silence(self) -> None:
         """Open the streams again of ranks that send no beats."""
-        for rank, watch in enumerate(self._watches):
-            self._give_up(rank, watch.silence(time.monotonic()))
-
-    def submit(self, rank: int, request: EngineRequest) -> None:
-        """Send a request to `rank`; its tokens come by this client's stream."""
-        self._inboxes[rank].submit(replace(request, ingress_id=self._stream_id))
-
-    def abort(self, rank: int, request_id: str) -> None:
-        """End a request; a rank ignores requests that it has finished."""
-        self._inboxes[rank].abort(request_id)
+        if self._streams is not None and self.reachable:
+            self._streams.check_silence()
 
     async def stats(self) -> list[dict[str, Any]]:
         """Counters and gauges of each rank, in rank order. Raises RayError when a rank is gone."""
-        return await gather([rank.stats.remote() for rank in self._members.ranks])
+        return [] if self._streams is None else await self._streams.stats()
+
+    async def keep_open(self) -> None:
+        """Hold a lease and streams in the present epoch of the group, until the task is cancelled."""
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            while self._must_open():
+                try:
+                    await self._open_streams()
+                except (RayError, OSError) as error:  # OSError: no descriptor is free
+                    logger.warning("the ranks cannot be reached: %s", error)
+                    await asyncio.sleep(RETRY_S)
 
     def close(self) -> None:
-        """Drop what was not sent or not read, and stop listening."""
-        for task in self._broken.values():
-            task.cancel()
-        for inbox in self._inboxes:
-            inbox.close()
-        self._receiver.close()
+        """Give the lease back and stop listening."""
+        if self.lease_id:
+            self._supervisor.unregister.remote(self.lease_id)
+            self.lease_id = ""
+        if self._streams is not None:
+            self._streams.close()
+            self._streams = None
+        self._token_times.clear()
 
-    # What the receiver calls.
+    def _must_open(self) -> bool:
+        if self._released or not self.health.alive:
+            return False
+        return not self.reachable or self._expired_lease == self.lease_id
 
-    def deliver(self, rank: int, load_of_others: int, outputs: list[RequestOutput]) -> None:
-        """Pass outputs on, unless they continue outputs that were lost."""
-        if rank not in self._broken:
-            self._deliver(rank, load_of_others, outputs)
-
-    def beat(self, rank: int, num_taken: int | None) -> None:
-        """Check that the messages of this client arrive."""
-        if self._opened.is_set() and rank not in self._broken:
-            num_sent = self._inboxes[rank].num_sent
-            self._give_up(rank, self._watches[rank].beat(num_taken, num_sent, time.monotonic()))
-
-    def lost(self, rank: int) -> None:
-        """Open the stream of a rank again."""
-        self._give_up(rank, "a message of the rank is missing")
-
-    def _give_up(self, rank: int, reason: str | None) -> None:
-        """Open a stream again, if there is a reason; until then its rank's outputs are dropped."""
-        if reason is None or rank in self._broken:
-            return
-        logger.warning("the stream of rank %d is opened again: %s", rank, reason)
-        self._broken[rank] = OwnedTask(self._reopen(rank), self._failed, "reopen", may_end=True)
-
-    async def _reopen(self, rank: int) -> None:
-        """Open the stream of a rank again; try until `close` while the rank does not answer."""
-        await self._opened.wait()
-        while True:
-            stream = self._receiver.open_stream(rank)
-            try:
-                inbox = await self._open_stream(rank, stream)
-                sender = InboxSender(inbox, self.epoch, stream)
-                break
-            except (RayError, OSError) as error:
-                logger.warning("the stream of rank %d cannot be opened yet: %s", rank, error)
-                await asyncio.sleep(RETRY_S)
-        self._inboxes[rank].close()
-        self._inboxes[rank] = sender
-        self._watches[rank] = StreamWatch(time.monotonic())
-        del self._broken[rank]
-        self._reopened(rank)
-
-    def _open_stream(self, rank: int, stream: bytes) -> Awaitable[StreamAddress]:
-        """Return the inbox of a rank, once the rank sends to this client."""
-        handle, address = self._members.ranks[rank], self._receiver.address
-        opened: Awaitable[StreamAddress] = handle.open_stream.remote(
-            self.epoch, self._stream_id, address, stream
+    async def _open_streams(self) -> None:
+        """Open a lease, and under it a stream from each rank; submit the open requests again."""
+        registered: Registration | None = await self._supervisor.register.remote(
+            self._ingress_id, self.index
         )
-        return opened
+        if registered is None:  # the group has begun to rebuild
+            await asyncio.sleep(RETRY_S)
+            return
+        lease_id, members = registered.lease_id, registered.members
+        streams = None
+        try:
+            deliver = partial(self._deliver, lease_id)
+            streams = GroupStreams(members, lease_id, node_address(), deliver)
+            await streams.open(partial(self._submit_lost, lease_id), self._failed)
+        except BaseException:
+            if streams is not None:
+                streams.close()
+            self._supervisor.unregister.remote(lease_id)
+            raise
+        if self.health.ended or self._released:
+            streams.close()
+            self._supervisor.unregister.remote(lease_id)
+            return
+        rebuilt = members.epoch != self.epoch
+        self.close()  # the ranks compute the tokens again that were not read
+        self.lease_id, self._streams = lease_id, streams
+        self._learn(self.index, members)
+        requests = [request for request in self.open.values() if not request.finished]
+        if rebuilt:
+            self._set_aside_poison(requests, members.failed)
+        self._submit_again(requests)
+        self._changed()
+
+    def _submit_lost(self, lease_id: str, rank: int) -> None:
+        """Submit the requests again that a rank has aborted, because their stream had lost a message."""
+        if lease_id == self.lease_id:
+            self._submit_again([it for it in self.open.values() if it.place[1] == rank])
+
+    def _submit_again(self, requests: Iterable[OpenRequest]) -> None:
+        """Submit requests that their ranks have no longer, with the tokens that they have emitted."""
+        for request in sorted(requests, key=turn):
+            if not request.finished:
+                self._resubmit(request)
+
+    def _resubmit(self, request: OpenRequest) -> None:
+        self._forget(request)
+        request.route(self._router, (self.index,))
+        self.submit(request)
+
+    def _set_aside_poison(self, requests: list[OpenRequest], failed: frozenset[int]) -> None:
+        """Put the requests on trial that may have ended ranks, and end those that are proved to."""
+        for poison in self._suspects.judge(requests, lambda it: it.place[1] in failed):
+            logger.error("request %s is set aside: it ends its rank", poison.request_id)
+            self._refusals.add(poison.digest)
+            self._supervisor.refuse.remote(poison.digest)
+            poison.put(RequestOutput(poison.wire_id, [], "abort", POISON))
+        if self._suspects.excused:
+            self._supervisor.excuse_failures.remote(self.index)
+
+    def _deliver(
+        self, lease_id: str, rank: int, load_of_others: int, outputs: list[RequestOutput]
+    ) -> None:
+        """Pass the outputs of one step of a rank to the requests."""
+        if lease_id != self.lease_id:
+            return  # the other streams of the lease are still being opened: a rank only reports its load
+        self._router.report((self.index, rank), load_of_others)
+        if outputs and not outputs[0].begins:
+            self._token_times[rank] = time.monotonic()
+        for output in outputs:
+            request = self.open.get(output.request_id)
+            if request is not None:  # otherwise its client has left
+                request.put(output)
+
+    def _abort(self, request: OpenRequest) -> None:
+        assert self._streams is not None
+        self._streams.abort(request.place[1], request.wire_id)
+
+    def _forget(self, request: OpenRequest) -> None:
+        """Release what the last submission took."""
+        if self.open.pop(request.wire_id, None) is not None:
+            request.release()

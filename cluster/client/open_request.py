@@ -4,9 +4,11 @@ Knows nothing of Ray, sockets or groups.
 """
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from cluster.client.router import Router
+from cluster.client.refusals import request_digest
+from cluster.client.router import Place, RankLoad, Router
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams, merge
 
 
@@ -16,9 +18,8 @@ class OpenRequest:
 
     pinned   the rank that the client chose, if it did
     whole    `get` waits for the last output, because a wait for each output takes most of the time of an output
-    rank     the rank that has the request, numbered over all groups by `router`
-    place    its group, and its number there
-    prefill_tokens  prompt tokens that count at the router until the first token
+    load     counts the request at the rank that has it
+    prefill_tokens  prompt tokens that count there until the first token
     attempt  how often the request was submitted; a rank must not see one request id twice
     emitted  every token that came, whether the client has it or not
 
@@ -36,12 +37,10 @@ class OpenRequest:
     params: SamplingParams
     priority: int
     cache_salt: str
-    pinned: int | None
+    pinned: Place | None
     num_tokens: int
     whole: bool = False
-    rank: int = 0
-    place: tuple[int, int] = (0, 0)
-    router: Router = field(init=False)
+    load: RankLoad = field(default_factory=lambda: RankLoad((0, 0)))
     prefill_tokens: int = 0
     attempt: int = 0
     emitted: list[int] = field(default_factory=list)
@@ -55,12 +54,22 @@ class OpenRequest:
     _waiter: asyncio.Future[None] | None = None
 
     @property
+    def digest(self) -> bytes:
+        """The same for all requests that would do the same to a rank."""
+        return request_digest(self.prompt_token_ids, self.params)
+
+    @property
+    def place(self) -> Place:
+        """The group that has the request, and the rank there."""
+        return self.load.place
+
+    @property
     def wire_id(self) -> str:
         """The id of this attempt in its rank."""
         return f"{self.request_id}~{self.attempt}" if self.attempt > 1 else self.request_id
 
     def begin_attempt(self) -> None:
-        """Count an attempt; `rank` and `place` are those of the attempt before."""
+        """Count an attempt; `load` is that of the attempt before."""
         self.attempt += 1
         self.fresh, self.begun = True, False
 
@@ -96,16 +105,29 @@ class OpenRequest:
             return
         self._waiter.set_result(None)
 
-    def begin_prefill(self, num_tokens: int) -> None:
-        """Count tokens of the prompt at the router, until the first token of this attempt."""
-        self.prefill_tokens = num_tokens
-        self.router.begin_prefill(self.rank, num_tokens)
+    def route(self, router: Router, groups: Collection[int]) -> None:
+        """Begin an attempt on a rank of `groups`, and count the prompt there until the attempt's first token."""
+        self.begin_attempt()
+        pick = router.pick(
+            self.prompt_token_ids,
+            self.num_tokens - len(self.prompt_token_ids),
+            cache_salt=self.cache_salt,
+            pinned=self.pinned,
+            groups=groups,
+        )
+        self.load, self.prefill_tokens = pick.load, pick.prefill
+        pick.load.begin_prefill(pick.prefill)
 
     def end_prefill(self) -> None:
         """Count the prompt no longer."""
         if self.prefill_tokens:
-            self.router.end_prefill(self.rank, self.prefill_tokens)
+            self.load.end_prefill(self.prefill_tokens)
             self.prefill_tokens = 0
+
+    def release(self) -> None:
+        """Count the request no longer at its rank."""
+        self.load.release(self.num_tokens)
+        self.end_prefill()
 
     async def get(self) -> RequestOutput:
         """All outputs since the last `get`, merged: a slow ingress writes larger pieces, not more pieces."""

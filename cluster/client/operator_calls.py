@@ -18,18 +18,18 @@ class OperatorCalls:
     _ingress_id: str
     _stopping: bool
 
-    async def drain(self, timeout_s: float | None) -> None:
-        """Drain all ingresses; returns at once."""
+    async def drain(self, timeout_s: float | None, group: str | None = None) -> None:
+        """Drain a group, or all ingresses without one; returns at once."""
         limit_s = self._config.serve.drain_timeout_s if timeout_s is None else timeout_s
-        await self._change(self._supervisor.drain.remote(limit_s))
+        await self._change(self._supervisor.drain.remote(limit_s, group))
 
-    async def scale(self, num_ranks: int) -> None:
-        """Go on with another number of ranks."""
-        await self._change(self._supervisor.scale.remote(num_ranks))
+    async def scale(self, num_ranks: int, group: str | None = None) -> None:
+        """Go on with another number of ranks. The name of the group may be left out where there is one group."""
+        await self._change(self._supervisor.scale.remote(num_ranks, group))
 
-    async def restart(self, settings: list[str]) -> None:
-        """Replace the processes of all ranks, with these settings changed."""
-        await self._change(self._supervisor.restart.remote(settings))
+    async def restart(self, settings: list[str], group: str | None = None) -> None:
+        """Replace the processes of a group's ranks, with these settings changed; of all groups without a name."""
+        await self._change(self._supervisor.restart.remote(settings, group))
 
     async def _change(self, call: Awaitable[None]) -> None:
         try:

@@ -1,8 +1,8 @@
-"""Chooses the rank of each request. Pure policy: no Ray, no clock, no I/O.
+"""Chooses the group and the rank of each request. Pure policy: no Ray, no clock, no I/O.
 
-The ranks of all groups are numbered one after another. A rank's load is the number of tokens, prompt and expected
-output, of its unfinished requests. The load that this ingress sent is counted here, at once and exactly, so that a
-burst cannot pile up on one rank while reports of it are on their way.
+A rank's load is the number of tokens, prompt and expected output, of its unfinished requests. The load that this
+ingress sent is counted here, at once and exactly, so that a burst cannot pile up on one rank while reports of it are
+on their way.
 
 A prompt without a first token counts `PREFILL_WEIGHT` times more, without the part that its rank may hold: the next
 prompt of the rank waits for it, and in lockstep the rank with the most prompts delays the tokens of all. Prompts of
@@ -25,7 +25,8 @@ What a rank holds is estimated from its last prompts, up to the number of tokens
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 CHUNK = 32
 """Tokens of a prompt that are cached or not cached together."""
@@ -49,8 +50,73 @@ MAX_CHUNKS = 32_768
 """Most chunks that are remembered of a rank, about 100 bytes each."""
 
 
+Place = tuple[int, int]
+"""Group, and rank in the group."""
+
+
+@dataclass(eq=False, slots=True)
+class RankLoad:
+    """What one ingress has counted of one rank.
+
+    outstanding  tokens of the unfinished requests of this ingress
+    prefill      prompt tokens of its requests without a first token
+    others       unfinished tokens of other ingresses, as the rank last reported
+    held         hashes of the chunks that the rank may have in its cache, longest unused first
+    """
+
+    place: Place
+    outstanding: int = 0
+    prefill: int = 0
+    others: int = 0
+    held: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+    def begin_prefill(self, num_tokens: int) -> None:
+        """Count a prompt that the rank has to compute, until `end_prefill`: the next prompt would wait for it."""
+        self.prefill += num_tokens
+
+    def end_prefill(self, num_tokens: int) -> None:
+        """Note that the rank has computed a prompt, or that its request has ended."""
+        assert self.prefill >= num_tokens, (
+            f"rank {self.place} has {self.prefill} prompt tokens, not {num_tokens}"
+        )
+        self.prefill -= num_tokens
+
+    def release(self, num_tokens: int) -> None:
+        """Subtract the tokens of a request that has ended."""
+        assert 0 <= num_tokens <= self.outstanding, (
+            f"rank {self.place} has {self.outstanding} outstanding tokens, release of {num_tokens}"
+        )
+        self.outstanding -= num_tokens
+
+    def num_held(self, chunks: list[int]) -> int:
+        """The number of first chunks of a prompt that the rank may hold."""
+        for count, chunk in enumerate(chunks):
+            if chunk not in self.held:
+                return count
+        return len(chunks)
+
+    def remember(self, chunks: list[int], max_chunks: int) -> None:
+        """Note that the rank will hold these chunks of a prompt."""
+        for chunk in reversed(chunks):  # a prompt's last chunks are evicted first, as in the rank
+            self.held[chunk] = None
+            self.held.move_to_end(chunk)
+        while len(self.held) > max_chunks:
+            self.held.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The choice for one request; `load` counts its tokens until their `release`.
+
+    prefill  prompt tokens without those that the rank may hold
+    """
+
+    load: RankLoad
+    prefill: int
+
+
 class Router:
-    """The view of one ingress.
+    """The view of one ingress. The ranks of all groups are numbered one after another.
 
     group_sizes   ranks of each group
     num_replicas  ingresses that share the ranks
@@ -66,38 +132,39 @@ class Router:
         start: int = 0,
         cache_tokens: int = 0,
     ) -> None:
-        if not group_sizes or min(group_sizes) < 1:
-            raise ValueError(f"every group needs at least 1 rank, got {list(group_sizes)}")
-        self._places = [(group, r) for group, size in enumerate(group_sizes) for r in range(size)]
-        self._numbers = {place: number for number, place in enumerate(self._places)}
-        num_ranks = len(self._places)
-        self._outstanding = [0] * num_ranks
-        self._prefill = [0] * num_ranks
-        self.picked_prefill = 0
-        """Prompt tokens of the last picked request without those that its rank may hold."""
-        self._others = [0] * num_ranks
+        self._groups: list[list[RankLoad]] = [[] for _ in group_sizes]
+        self._max_chunks = [0] * len(group_sizes)
         self._num_replicas = num_replicas
-        self._next = start % num_ranks
-        self._max_chunks = min(cache_tokens // CHUNK, MAX_CHUNKS)
-        self._held: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_ranks)]
+        self._next = start
+        for group, size in enumerate(group_sizes):
+            self.resize(group, size, cache_tokens)
+
+    def resize(self, group: int, num_ranks: int, cache_tokens: int) -> None:
+        """Begin anew with the ranks of one group. A request that has a rank of before releases its own RankLoad."""
+        if num_ranks < 1:
+            raise ValueError(f"group {group} needs at least 1 rank, got {num_ranks}")
+        self._groups[group] = [RankLoad((group, rank)) for rank in range(num_ranks)]
+        self._max_chunks[group] = min(cache_tokens // CHUNK, MAX_CHUNKS)
 
     @property
-    def outstanding(self) -> tuple[int, ...]:
-        """The outstanding tokens of this ingress by rank."""
-        return tuple(self._outstanding)
+    def loads(self) -> list[RankLoad]:
+        """The ranks of all groups by number."""
+        return [load for group in self._groups for load in group]
 
     @property
-    def outstanding_prefill(self) -> tuple[int, ...]:
-        """The prompt tokens of this ingress's requests without a first token, by rank."""
-        return tuple(self._prefill)
+    def num_ranks(self) -> int:
+        """Ranks of all groups."""
+        return sum(map(len, self._groups))
 
-    def place(self, number: int) -> tuple[int, int]:
-        """(group, rank in the group) of a rank."""
-        return self._places[number]
+    def place(self, number: int) -> Place | None:
+        """The place of a rank; None if there are fewer ranks."""
+        loads = self.loads
+        return loads[number].place if number < len(loads) else None
 
-    def number(self, group: int, rank: int) -> int:
-        """The number over all groups of a rank of a group."""
-        return self._numbers[group, rank]
+    def number(self, place: Place) -> int:
+        """The number of a rank over all groups."""
+        group, rank = place
+        return sum(map(len, self._groups[:group])) + rank
 
     def pick(
         self,
@@ -105,82 +172,57 @@ class Router:
         num_output: int,
         *,
         cache_salt: str = "",
-        pinned: int | None = None,
-    ) -> int:
-        """Choose a rank for a request, or take `pinned`, and count the request's tokens there until their `release`.
+        pinned: Place | None = None,
+        groups: Collection[int] | None = None,
+    ) -> Pick:
+        """Choose a rank of `groups` (None: of all) for a request, and count the request's tokens there.
 
         num_output: expected tokens of the answer.
+        pinned: the rank to take, if its group still has it
         """
         num_tokens = len(prompt_token_ids) + num_output
-        chunks = self._chunks(prompt_token_ids, cache_salt)
-        rank = pinned
-        if rank is None:
-            rank = self._choose(chunks, len(prompt_token_ids), num_tokens)
-        self._outstanding[rank] += num_tokens
-        self.picked_prefill = len(prompt_token_ids) - CHUNK * self._num_held(rank, chunks)
-        self._remember(rank, chunks)
-        return rank
+        chunks = self._chunks(prompt_token_ids, cache_salt) if any(self._max_chunks) else []
+        if pinned is not None and pinned[1] < len(self._groups[pinned[0]]):
+            load = self._groups[pinned[0]][pinned[1]]
+        else:
+            load = self._choose(chunks, len(prompt_token_ids), num_tokens, groups)
+        load.outstanding += num_tokens
+        prefill = len(prompt_token_ids) - CHUNK * load.num_held(chunks)
+        load.remember(chunks, self._max_chunks[load.place[0]])
+        return Pick(load, prefill)
 
-    def begin_prefill(self, rank: int, num_tokens: int) -> None:
-        """Count a prompt that the rank has to compute, until `end_prefill`: the next prompt would wait for it."""
-        self._prefill[rank] += num_tokens
+    def report(self, place: Place, load_of_others: int) -> None:
+        """Note the unfinished tokens that a rank has of other ingresses."""
+        group, rank = place
+        self._groups[group][rank].others = load_of_others
 
-    def end_prefill(self, rank: int, num_tokens: int) -> None:
-        """Note that the rank has computed a prompt, or that its request has ended."""
-        left = self._prefill[rank] - num_tokens
-        assert left >= 0, f"rank {rank} has {self._prefill[rank]} prompt tokens, not {num_tokens}"
-        self._prefill[rank] = left
-
-    def release(self, rank: int, num_tokens: int) -> None:
-        """Subtract the tokens of a request that has ended."""
-        left = self._outstanding[rank] - num_tokens
-        assert num_tokens >= 0 and left >= 0, (
-            f"rank {rank} has {self._outstanding[rank]} outstanding tokens, release of {num_tokens}"
-        )
-        self._outstanding[rank] = left
-
-    def report(self, rank: int, load_of_others: int) -> None:
-        """Note the unfinished tokens that `rank` has of other ingresses."""
-        self._others[rank] = load_of_others
-
-    def _choose(self, chunks: list[int], prompt_len: int, num_tokens: int) -> int:
-        both = zip(self._outstanding, self._others, strict=True)
-        costs = [own + others / self._num_replicas for own, others in both]
-        costs = [
-            cost + PREFILL_WEIGHT * tokens
-            for cost, tokens in zip(costs, self._prefill, strict=True)
-        ]
-        num_ranks = len(costs)
-        if chunks:
-            lead = LEAD * num_tokens * CHUNK / prompt_len  # of a chunk
-            for rank in range(num_ranks):
-                costs[rank] -= lead * self._num_held(rank, chunks)
-        order = ((self._next + offset) % num_ranks for offset in range(num_ranks))
-        rank = min(order, key=costs.__getitem__)  # the first of equals
-        self._next = (rank + 1) % num_ranks
-        return rank
+    def _choose(
+        self,
+        chunks: list[int],
+        prompt_len: int,
+        num_tokens: int,
+        groups: Collection[int] | None,
+    ) -> RankLoad:
+        lead = LEAD * num_tokens * CHUNK / prompt_len if chunks else 0.0  # of a chunk
+        loads = self.loads
+        order = ((self._next + offset) % len(loads) for offset in range(len(loads)))
+        best, best_cost = -1, 0.0
+        for number in order:
+            load = loads[number]
+            if groups is not None and load.place[0] not in groups:
+                continue
+            cost = load.outstanding + load.others / self._num_replicas
+            cost += PREFILL_WEIGHT * load.prefill - lead * load.num_held(chunks)
+            if best < 0 or cost < best_cost:  # the first of equals
+                best, best_cost = number, cost
+        assert best >= 0, f"no rank in groups {groups}"
+        self._next = (best + 1) % len(loads)
+        return loads[best]
 
     def _chunks(self, token_ids: Sequence[int], salt: str) -> list[int]:
         """A hash of each full chunk and its prefix. A collision misleads an estimate, nothing else."""
-        if not self._max_chunks:
-            return []
         chunks, parent = [], hash(salt)
         for end in range(CHUNK, len(token_ids) + 1, CHUNK):
             parent = hash((parent, *token_ids[end - CHUNK : end]))
             chunks.append(parent)
         return chunks
-
-    def _num_held(self, rank: int, chunks: list[int]) -> int:
-        held = self._held[rank]
-        for count, chunk in enumerate(chunks):
-            if chunk not in held:
-                return count
-        return len(chunks)
-
-    def _remember(self, rank: int, chunks: list[int]) -> None:
-        held = self._held[rank]
-        for chunk in reversed(chunks):  # a prompt's last chunks are evicted first, as in the rank
-            held[chunk] = None
-            held.move_to_end(chunk)
-        while len(held) > self._max_chunks:
-            held.popitem(last=False)

@@ -3,8 +3,9 @@
 A rank names each request that it begins. When the rank fails, each of its requests that was begun and sent no token is
 put on trial: in the next epoch its rank runs it alone among requests without a token. A token clears it. The second
 failure of a rank in the trial of one request proves the request to be poison: a rank that ended for another reason
-would have ended in the trial of this request twice. If the notice was lost with its rank, three failures in a row
-without a token put a request on trial too. Knows nothing of ranks, groups or Ray.
+would have ended in the trial of this request twice. All open requests of its digest are poison then. If the notice was
+lost with its rank, three failures in a row without a token put a request on trial too. Knows nothing of ranks, groups
+or Ray.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ from cluster.client.open_request import OpenRequest
 
 TRIAL_FAILURES = 2
 UNEXPLAINED_FAILURES = 3
-MAX_EXCUSES = 4
+MAX_CAUSES = 2
 
 _by_place = attrgetter("place")
 
@@ -23,13 +24,13 @@ _by_place = attrgetter("place")
 class Suspects:
     """Counts the failures of ranks for one ingress.
 
-    excused   whether the failures of the last `judge` had a cause that is a request, as far as that can be believed:
-              a rank that fails at each request is broken itself
+    excused   whether the failures of the last `judge` had a cause that is a request. A request may cause any number of
+              failures; a rank that fails at more than MAX_CAUSES different requests, and serves none, is broken
     """
 
     def __init__(self) -> None:
         self.excused = False
-        self._excuses = 0  # since a failed rank has served a request
+        self._causes: set[bytes] = set()  # digests, since a failed rank has served a request
 
     def judge(
         self, requests: Iterable[OpenRequest], failed: Callable[[OpenRequest], bool]
@@ -40,9 +41,11 @@ class Suspects:
         """
         self.excused = False
         poison: list[OpenRequest] = []
+        requests = list(requests)
         for _, of_rank in groupby(sorted(filter(failed, requests), key=_by_place), _by_place):
             poison += self._judge_rank(list(of_rank))
-        return poison
+        digests = {request.digest for request in poison}
+        return [request for request in requests if digests and request.digest in digests]
 
     def _judge_rank(self, requests: list[OpenRequest]) -> list[OpenRequest]:
         """Judge the requests of one failed rank."""
@@ -55,10 +58,10 @@ class Suspects:
         for request in tried:
             request.trial_failures += 1
         if not all(request.fresh for request in requests):
-            self._excuses = 0
+            self._causes.clear()
         if tried:
-            self._excuses += 1
-            self.excused = self._excuses <= MAX_EXCUSES
+            self._causes |= {request.digest for request in tried}
+            self.excused = len(self._causes) <= MAX_CAUSES
         return [request for request in tried if request.trial_failures >= TRIAL_FAILURES]
 
 

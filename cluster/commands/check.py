@@ -79,7 +79,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
     check_tracing(config.serve.tracing)
     check_num_ranks(config)
     if num_api_keys is None:
-        num_api_keys = len(load_digests(config.serve.api_keys_file))
+        num_api_keys = len(load_digests(config.serve.api_keys_file).clients)
     rank_config = resolve_rank_config(config)
     model = load_model_config(config.model.folder)
     unavailable, assumed = probe_or_assume(rank_config.device)

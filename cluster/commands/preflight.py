@@ -11,7 +11,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -93,7 +92,7 @@ def run(launcher: int) -> None:
 
     launcher   process id of the parent, which may have ended already
     """
-    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+    start_thread(partial(_end_with, launcher), lambda _: os._exit(1), "end-with-launcher")
     config, num_api_keys = pickle.load(sys.stdin.buffer)
     cuda_environment.prepare(os.environ, config.kernels.cache)
     with os.fdopen(os.dup(1), "wb") as answers:

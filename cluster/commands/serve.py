@@ -18,7 +18,7 @@ from rich.console import Console
 from cluster.commands.preflight import Preflight
 from cluster.commands.start import POLL_S, RankStart, ServerError, ray_get
 from cluster.commands.stop_signals import StopSignals
-from cluster.config.api_keys import VARIABLE, load_digests
+from cluster.config.api_keys import OPERATOR_VARIABLE, VARIABLE, KeyDigests, load_digests
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import check_num_ranks
 from kernels.host.owned import start_thread
@@ -40,20 +40,23 @@ def run_server(config: PhalanxConfig) -> None:
     set_up_logging("server", config.serve.log_level, config.serve.log_format)
     stop = StopSignals()
     stop.install()
-    digests = load_digests(config.serve.api_keys_file)
-    os.environ.pop(VARIABLE, None)  # Ray's processes inherit the environment, and need no keys
+    keys = load_digests(config.serve.api_keys_file)
+    for variable in (VARIABLE, OPERATOR_VARIABLE):
+        os.environ.pop(variable, None)  # Ray's processes inherit the environment, and need no keys
     check_num_ranks(config)
     port = _hold_port(config)
-    preflight = Preflight(config, len(digests))
+    preflight = Preflight(config, len(keys.clients))
     ranks = RankStart(config, stop, preflight, console)
     try:
         ray_started = ranks.start_ray()
         stop.install()  # again, because Ray has replaced the handlers
         with ranks.explained():
-            url = _start(config, digests, stop, ranks) if ray_started else None
+            url = _start(config, keys, stop, ranks) if ray_started else None
         if url is not None:
-            keys = f", {len(digests)} API key(s)" if digests else ""
-            console.print(f"ready in {time.monotonic() - started:.1f} s: {url}{keys}", style="bold")
+            number = f", {len(keys.clients)} API key(s)" if keys.clients else ""
+            console.print(
+                f"ready in {time.monotonic() - started:.1f} s: {url}{number}", style="bold"
+            )
             while not stop.wait(1.0) and not ranks.draining:
                 ranks.check()
                 ranks.supervisor.launcher_heartbeat.remote()
@@ -68,14 +71,14 @@ def run_server(config: PhalanxConfig) -> None:
 
 
 def _start(
-    config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals, ranks: RankStart
+    config: PhalanxConfig, keys: KeyDigests, stop: StopSignals, ranks: RankStart
 ) -> str | None:
     """Start the ranks and HTTP side by side. Returns the URL, or None after a signal."""
     if not ranks.create():
         return None
     failure: list[BaseException] = []
     calling_serve = threading.Lock()
-    start_http = partial(_start_http, config, digests, stop, calling_serve)
+    start_http = partial(_start_http, config, keys, stop, calling_serve)
     http = start_thread(start_http, failure.append, "start-http")
 
     def http_is_ready() -> bool:
@@ -84,7 +87,7 @@ def _start(
         return not http.is_alive()
 
     try:
-        info = ranks.follow("http", http_is_ready)
+        serves = ranks.follow("http", http_is_ready)
     except BaseException:
         stop.set()
         raise
@@ -92,12 +95,13 @@ def _start(
         # A call of Serve starts a new Ray if none runs, so none may come after ray.shutdown.
         if stop.is_set():
             calling_serve.acquire(timeout=HTTP_STOP_S)
-    return None if info is None else f"http://{_url_host(config.serve.host)}:{config.serve.port}"
+    scheme = "http" if config.serve.tls_cert_file is None else "https"
+    return f"{scheme}://{_url_host(config.serve.host)}:{config.serve.port}" if serves else None
 
 
 def _start_http(
     config: PhalanxConfig,
-    digests: tuple[bytes, ...],
+    keys: KeyDigests,
     stop: StopSignals,
     calling_serve: threading.Lock,
 ) -> None:
@@ -111,7 +115,7 @@ def _start_http(
             return
         serve.start(proxy_location="Disabled")
         name = config.serve.app_name
-        app = deploy(config, listen=True, api_key_digests=digests)
+        app = deploy(config, listen=True, keys=keys)
         # No route: the application listens by itself, and each route of a Serve belongs to one application.
         target = serve.RunTarget(app, name=name, route_prefix=None)
         if not stop.is_set():

@@ -16,7 +16,7 @@ from cluster.commands.preflight import Preflight
 from cluster.commands.stop_signals import StopSignals
 from cluster.config.phalanx_config import PhalanxConfig
 from kernels.host.cuda_environment import MULTICAST_OFF
-from workers.rank.rank_info import IN_BYTES, RankInfo
+from workers.rank.rank_info import IN_BYTES
 
 if TYPE_CHECKING:
     from cluster.supervisor.status import GroupHealth, GroupStatus
@@ -36,6 +36,9 @@ AUTH_LOGGER = "ray._private.authentication.authentication_token_setup"
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # only small messages travel
 VITAL = ("gcs_server", "raylet")
 POLL_S = 0.1
+ANSWER_S = 1.0  # time for the supervisor to answer in a check
+SILENT_CHECKS = 10  # checks without an answer before a warning
+logger = logging.getLogger(__name__)
 
 
 class ServerError(RuntimeError):
@@ -59,6 +62,8 @@ class RankStart:
         self._owns_ray = False
         self._reported: dict[int, int] = defaultdict(int)  # stages, by group
         self._healths: list[GroupHealth] = []  # at the last check
+        self._asked: Any = None  # the call for the healths that has no answer yet
+        self._num_silent = 0  # checks in a row without that answer
 
     def start_ray(self) -> bool:
         """Fetch weights that ranks here lack, then start a local Ray or join one. Returns False after a signal."""
@@ -76,10 +81,10 @@ class RankStart:
         """Create the supervisor, which creates the ranks. Returns False after a signal."""
         import ray
 
-        from cluster.supervisor import supervisor
+        from cluster.supervisor import actor
 
         try:
-            self.supervisor = supervisor.create(self._config)
+            self.supervisor = actor.create(self._config)
         except ValueError as error:
             raise ServerError(str(error)) from error
         started = self.supervisor.start.remote(self._config)
@@ -89,8 +94,8 @@ class RankStart:
         ray.get(started)
         return True
 
-    def follow(self, what: str, beside: Callable[[], bool]) -> RankInfo | None:
-        """Print each stage when it ends, until the ranks serve. Returns None after a signal.
+    def follow(self, what: str, beside: Callable[[], bool]) -> bool:
+        """Print each stage when it ends, until the ranks serve. Returns False after a signal.
 
         beside: whether `what`, which starts beside the ranks, is ready; may raise.
         """
@@ -112,26 +117,27 @@ class RankStart:
                     self.print_warnings()
                     self._report(what, time.monotonic() - ranks_ready)
                     self._healths = [GroupHealth(s.state, s.epoch, s.error) for s in statuses]
-                    info = statuses[0].infos[0]
-                    backends = ", ".join(f"{kind} {name}" for kind, name in info.backends.items())
-                    self._console.print(f"  {backends}, {info.num_blocks} KV blocks")
-                    return info
+                    for text in dict.fromkeys(map(_sizes, statuses)):
+                        self._console.print(f"  {text}")
+                    return True
                 else:
                     line.update(f"waiting for {what}")
                 time.sleep(POLL_S)
-        return None
+        return False
 
     def check(self) -> None:
         """Print what has changed in the groups since the last check.
 
-        Raises ServerError when a group has failed, or a process that the local Ray needs has ended.
+        Raises ServerError when all groups have ended, or a process that the local Ray needs has ended.
         """
         if lost := lost_ray_process():
             raise ServerError(f"Ray's process {lost} has ended, and Ray cannot go on without it")
-        healths: list[GroupHealth] = ray_get(self.supervisor.healths.remote())
+        healths = self._latest_healths()
+        if healths is None:
+            return
+        if all(health.ended for health in healths):
+            raise ServerError("; ".join(dict.fromkeys(health.error for health in healths)))
         for before, health in zip(self._healths or healths, healths, strict=True):
-            if health.ended:
-                raise ServerError(health.error)
             if health != before:
                 state = f"{health.state}, epoch {health.epoch}"
                 self._console.print(
@@ -139,10 +145,29 @@ class RankStart:
                 )
         self._healths = healths
 
+    def _latest_healths(self) -> "list[GroupHealth] | None":
+        """Return the healths; None while the supervisor does not answer.
+
+        A supervisor that waits for Ray's GCS, or that Ray starts again, answers later, and the ranks serve meanwhile.
+        """
+        import ray
+
+        if self._asked is None:
+            self._asked, self._num_silent = self.supervisor.healths.remote(), 0
+        if not ray.wait([self._asked], timeout=ANSWER_S)[0]:
+            self._num_silent += 1
+            if self._num_silent == SILENT_CHECKS:
+                logger.warning("the supervisor does not answer; the ranks serve meanwhile")
+            return None
+        asked, self._asked = self._asked, None
+        healths: list[GroupHealth] = ray.get(asked)
+        return healths
+
     @property
     def draining(self) -> bool:
         """Whether a client requested the end of the server, at the last check."""
-        return any(health.state == "draining" for health in self._healths)
+        states = {health.state for health in self._healths}
+        return "draining" in states and states <= {"draining", "failed", "stopped"}
 
     def shut_down(self, beside: Callable[[], None] = lambda: None) -> None:
         """Stop the ranks, call `beside`, then end a local Ray or leave a joined one."""
@@ -186,7 +211,7 @@ class RankStart:
 
     def _stop_successor(self) -> None:
         """End the supervisor that an ingress which started meanwhile has created, if any."""
-        from cluster.supervisor.supervisor import find
+        from cluster.supervisor.actor import find
 
         successor = find(self._config)
         # A call of a killed supervisor would be tried again and reported on the console.
@@ -201,7 +226,7 @@ class RankStart:
             ray.get(supervisor.stop.remote(), timeout=5)
             ray.kill(supervisor)
         except RayError as error:
-            logging.getLogger(__name__).debug("no supervisor to stop: %s", error)
+            logger.debug("no supervisor to stop: %s", error)
 
     def _report_stages(self, statuses: "list[GroupStatus]") -> None:
         for group, status in enumerate(statuses):
@@ -213,6 +238,13 @@ class RankStart:
 
     def _report(self, name: str, seconds: float) -> None:
         self._console.print(f"  {name:<20}{seconds:6.1f} s")
+
+
+def _sizes(status: "GroupStatus") -> str:
+    """Return the backends and the cache of a group's ranks."""
+    info = status.infos[0]  # equal on all ranks of a group
+    backends = ", ".join(f"{kind} {name}" for kind, name in info.backends.items())
+    return f"{backends}, {info.num_blocks} KV blocks"
 
 
 def start_ray(config: PhalanxConfig) -> None:

@@ -3,14 +3,16 @@
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from cluster.config.files import read_config
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 
 SCALE = ("cluster.ranks",)
-# What new rank processes read; everything else is read by the ingresses or the supervisor, which go on.
+# What new rank processes read; everything else is read by the ingresses or the supervisor, which go on. A change
+# comes over HTTP, so no setting is among them that names a path or code, or chooses the weights.
 RESTART = (
-    *("scheduler", "cache", "kernels", "overlap"),
-    *("model.dtype", "model.weights", "model.routing"),
+    *("scheduler", "cache", "overlap", "model.dtype", "model.routing"),
+    *("kernels.all2all", "kernels.grouped_gemm", "kernels.attention", "kernels.linear_attention"),
     *("cluster.threads_per_rank", "cluster.vote_timeout_s"),
 )
 
@@ -26,8 +28,9 @@ def changed_config(
 
     allowed: keys, or sections of which every key may change
     """
-    changed = load_config(config.model_dump(), settings)
-    before, after = dict(_flat(config.model_dump())), dict(_flat(changed.model_dump()))
+    present = config.model_dump()
+    # Before load_config, which fetches what model.path names.
+    before, after = dict(_flat(present)), dict(_flat(read_config(present, settings).data))
     refused = sorted(
         key
         for key in before.keys() | after.keys()
@@ -38,7 +41,7 @@ def changed_config(
         raise ChangeRefusedError(
             f"a running server cannot change {', '.join(refused)}; start it again with the new settings"
         )
-    return changed
+    return load_config(present, settings)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

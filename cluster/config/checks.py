@@ -1,15 +1,17 @@
 """Finds combinations of settings that cannot work, though each setting alone is valid.
 
-Reads the checkpoint's config.json, the API keys' file and the chat template; has no other effect.
+Reads the checkpoint's config.json, the API keys' file, the certificate and the chat template; has no other effect.
 Checks yield problems, none raises.
 """
 
+import ssl
 from collections.abc import Iterator
 
 from cluster.config.api_keys import ApiKeyError, read_keys_file
 from cluster.config.chat_template import ChatTemplateError, read_chat_template
 from cluster.config.errors import Problem
 from cluster.config.phalanx_config import PhalanxConfig, SchedulerSection
+from cluster.config.serve_section import ServeConfig
 from workers.models.config_reader import ModelConfigError
 from workers.models.registry import load_model_config
 from workers.specs.model import ModelConfig
@@ -176,7 +178,37 @@ def _check_serve(config: PhalanxConfig) -> Iterator[Problem]:
             read_keys_file(file)
         except ApiKeyError as error:
             yield Problem("serve.api_keys_file", str(error))
+    limits = config.serve.limits
+    if limits.max_upload_bytes < limits.max_body_bytes:
+        yield Problem(
+            "serve.limits.max_upload_bytes",
+            f"{limits.max_upload_bytes} bytes of all bodies hold no body of serve.limits.max_body_bytes = "
+            f"{limits.max_body_bytes}; raise the first or lower the second",
+            ("serve.limits.max_body_bytes",),
+        )
+    yield from _check_tls(config.serve)
     try:
         read_chat_template(config.serve.chat_template)
     except ChatTemplateError as error:
         yield Problem("serve.chat_template", str(error))
+
+
+def _check_tls(serve: ServeConfig) -> Iterator[Problem]:
+    if (serve.tls_cert_file is None) != (serve.tls_key_file is None):
+        yield Problem(
+            "serve.tls_cert_file",
+            "HTTPS needs a certificate and its key; give both serve.tls_cert_file and serve.tls_key_file, or neither",
+            ("serve.tls_key_file",),
+        )
+    elif serve.tls_cert_file is not None:
+        try:
+            # An empty password, because OpenSSL would read one from the terminal.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                serve.tls_cert_file, serve.tls_key_file, password=""
+            )
+        except OSError as error:  # ssl.SSLError too
+            yield Problem(
+                "serve.tls_cert_file",
+                f"cannot be used with serve.tls_key_file: {error.strerror or error}",
+                ("serve.tls_key_file",),
+            )

@@ -21,6 +21,17 @@ class LimitsConfig(Section):
     max_body_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, description="Largest request body; larger ones get a 413."
     )
+    max_upload_bytes: int = Field(
+        256 * 1024 * 1024,
+        ge=1024,
+        description="Bytes of all bodies that arrive or are prepared in one HTTP process. More end the oldest upload "
+        "of over 5 s with a 408; without one, the new request gets a 429.",
+    )
+    max_connections: Auto | Annotated[int, Field(ge=1)] = Field(
+        "auto",
+        description="Open connections of one HTTP process; more get a 503. auto = three quarters of its limit of open "
+        "files, at most 16,384.",
+    )
     max_json_depth: int = Field(
         512, ge=8, le=512, description="Objects and lists within each other in a body."
     )
@@ -57,8 +68,13 @@ class LimitsConfig(Section):
     max_schema_depth: int = Field(
         64, ge=1, description="Objects and lists within each other in a JSON schema."
     )
+    grammar_timeout_s: float = Field(
+        3.0,
+        gt=0,
+        description="Processor seconds that the compilation of a JSON schema or grammar may take; more get a 400.",
+    )
     request_timeout_s: float | None = Field(
-        None,
+        3600.0,
         gt=0,
         description="Seconds from arrival to the last token, then a 504, or an error at the end of a "
         "stream; null = as long as it takes.",
@@ -70,6 +86,29 @@ class LimitsConfig(Section):
     )
     keep_alive_s: float = Field(
         75.0, gt=0, description="Seconds an idle connection stays open for the next request."
+    )
+
+
+class AccessConfig(Section):
+    """What a key of a client may do. Keys of operators have no limits, and neither have clients without keys."""
+
+    client_routing: Auto | bool = Field(
+        "auto",
+        description="Clients may set priority and x-data-parallel-rank; otherwise operators alone. "
+        "auto = while there is at most one key of clients.",
+    )
+    separate_prefixes: Auto | bool = Field(
+        "auto",
+        description="Requests of different keys share no prefixes in the KV cache, so the time of an answer shows no "
+        "client what others sent. auto = where there are several keys.",
+    )
+    max_requests: int | None = Field(
+        None, ge=1, description="Open requests of one key in one HTTP process; more get a 429."
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Prompt tokens and max_tokens of the open requests of one key in one HTTP process; more get a 429.",
     )
 
 
@@ -119,6 +158,16 @@ class ServeConfig(Section):
         description="File with an API key a line, # starts a comment; relative to the YAML's folder. "
         "Keys in the environment variable PHALANX_API_KEY count too; without any key, requests need none.",
     )
+    access: AccessConfig = Field(default_factory=AccessConfig)
+    tls_cert_file: str | None = Field(
+        None,
+        min_length=1,
+        description="Certificate chain in PEM for HTTPS, on the nodes of the HTTP processes; relative to the YAML's "
+        "folder; null = HTTP.",
+    )
+    tls_key_file: str | None = Field(
+        None, min_length=1, description="The certificate's private key in PEM, without a password."
+    )
     cors_origins: list[_Origin] = Field(
         default_factory=list,
         description="Origins of web pages that may call the API, such as https://chat.example; * = all.",
@@ -128,6 +177,11 @@ class ServeConfig(Section):
         description="Choices that may wait beyond those that can run; more get a 429. auto = "
         f"{QUEUE_DEPTH} for each that can run (cluster.ranks * scheduler.max_num_seqs), "
         f"at least {MIN_QUEUED}.",
+    )
+    stats_fresh_s: float = Field(
+        1.0,
+        ge=0,
+        description="Seconds for which one look at the ranks answers all requests to /metrics, /ranks and /ready.",
     )
     drain_timeout_s: float = Field(
         30.0,

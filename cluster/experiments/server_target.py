@@ -208,7 +208,8 @@ def on_port(config: PhalanxConfig, port: int) -> PhalanxConfig:
     A Ray cluster may have another server with the configured name; the experiment must not use that server.
     """
     name = f"{config.serve.app_name}-experiment-{uuid.uuid4().hex[:8]}"
-    own = {"port": port, "host": "127.0.0.1", "app_name": name}
+    # Figures of a round must not be of the moment before its end.
+    own = {"port": port, "host": "127.0.0.1", "app_name": name, "stats_fresh_s": 0.0}
     return config.model_copy(update={"serve": config.serve.model_copy(update=own)})
 
 

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connection with time and size limits: on a request's head, and on a client that does not read.
+"""uvicorn's HTTP connection with limits: of connections, of a request's head, and of a client that does not read.
 
 Counters and timers only; no code here runs per token. Knows nothing of the content of requests and answers.
 """
@@ -8,7 +8,7 @@ import asyncio
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.api.answer.events import error_body
-from cluster.errors import BadRequestError
+from cluster.errors import BadRequestError, OverloadedError, ServingError
 
 MAX_HEAD_BYTES = 64 * 1024
 
@@ -17,6 +17,7 @@ class HttpProtocol(HttpToolsProtocol):
     """Closes a connection if the request's head is too slow or too long, or if the client does not read."""
 
     client_timeout_s = 60.0
+    max_connections = 16384
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first request."""
@@ -27,6 +28,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._read_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._start_read_timer()
+        if len(self.connections) > self.max_connections:
+            error = OverloadedError(f"{self.max_connections} connections are open, the limit")
+            self._refuse(503, error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
@@ -47,7 +51,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, f"the headers have more than {MAX_HEAD_BYTES} bytes, the limit")
+                self._refuse(
+                    431, _bad(f"the headers have more than {MAX_HEAD_BYTES} bytes, the limit")
+                )
 
     def on_message_begin(self) -> None:
         """Note that a request begins."""
@@ -81,7 +87,7 @@ class HttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer a request that cannot be parsed with the error envelope."""
         self._in_head = False
-        self._refuse(400, msg)
+        self._refuse(400, _bad(msg))
 
     def _start_read_timer(self) -> None:
         self._read_timer = self.loop.call_later(self.client_timeout_s, self._is_late)
@@ -94,14 +100,16 @@ class HttpProtocol(HttpToolsProtocol):
     def _is_late(self) -> None:
         self._read_timer = None
         if self._in_head and self._head_bytes:
-            self._refuse(408, f"the headers did not arrive within {self.client_timeout_s:g} s")
+            self._refuse(
+                408, _bad(f"the headers did not arrive within {self.client_timeout_s:g} s")
+            )
         else:
             self.transport.close()
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, status: int, error: ServingError) -> None:
         if self.transport.is_closing():
             return
-        body = error_body(BadRequestError(message, code="invalid_http"))
+        body = error_body(error)
         headers = [
             *self.server_state.default_headers,
             (b"content-type", b"application/json"),
@@ -113,6 +121,11 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def limited_protocol(client_timeout_s: float) -> type[HttpProtocol]:
-    """The class with a time limit; uvicorn creates an object of it for each connection."""
-    return type("LimitedHttpProtocol", (HttpProtocol,), {"client_timeout_s": client_timeout_s})
+def _bad(message: str) -> BadRequestError:
+    return BadRequestError(message, code="invalid_http")
+
+
+def limited_protocol(client_timeout_s: float, max_connections: int) -> type[HttpProtocol]:
+    """The class with its limits; uvicorn creates an object of it for each connection."""
+    limits = {"client_timeout_s": client_timeout_s, "max_connections": max_connections}
+    return type("LimitedHttpProtocol", (HttpProtocol,), limits)

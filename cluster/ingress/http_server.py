@@ -4,7 +4,8 @@ Clients connect to this server, not to a proxy of Serve, because Serve's own pro
 HAProxy's statistics listen on all interfaces, and either adds a process to the way of every token.
 """
 
-import asyncio
+import logging
+import resource
 import socket
 
 import uvicorn
@@ -12,7 +13,11 @@ from starlette.types import ASGIApp
 
 from cluster.config.serve_section import ServeConfig
 from cluster.ingress.http_protocol import limited_protocol
+from kernels.host.owned import OwnedTask
 
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 16384
 SHUTDOWN_S = (
     3  # time for requests that are open when the server stops; the ingress has drained before
 )
@@ -25,7 +30,9 @@ class HttpServer:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http=limited_protocol(config.limits.client_timeout_s),
+                http=limited_protocol(config.limits.client_timeout_s, connections_limit(config)),
+                ssl_certfile=config.tls_cert_file,
+                ssl_keyfile=config.tls_key_file,
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -35,23 +42,44 @@ class HttpServer:
             )
         )
         self._socket = _listen(config.host, config.port)
-        self._task: asyncio.Task[None] | None = None
+        self._task: OwnedTask | None = None
+        self._error: BaseException | None = None
 
     def start(self) -> None:
         """Start to serve, in the running event loop."""
         # Not serve(): that would install signal handlers, and this process belongs to Ray.
-        self._task = asyncio.create_task(self._server._serve([self._socket]))
+        serving = self._server._serve([self._socket])
+        self._task = OwnedTask(serving, self._fail, "http-server", may_end=True)
 
     def check(self) -> None:
         """Raise RuntimeError when the server has ended."""
-        if self._task is None or self._task.done():
-            raise RuntimeError("the HTTP server of this ingress has ended")
+        if self._task is None or self._task.done:
+            raise RuntimeError("the HTTP server of this ingress has ended") from self._error
+
+    def _fail(self, error: BaseException) -> None:
+        logger.error("the HTTP server failed", exc_info=error)
+        self._error = error
 
     async def stop(self) -> None:
         """Close the port, then end open requests. Does nothing a second time or before the start."""
         self._server.should_exit = True
         if self._task is not None:
-            await self._task
+            await self._task.wait()
+
+
+def connections_limit(config: ServeConfig) -> int:
+    """Return the most open connections: below the limit of open files, because streams of ranks need some too."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = files * 3 // 4
+    wanted = config.limits.max_connections
+    if wanted == "auto":
+        return min(most, MAX_CONNECTIONS)
+    if wanted > most:
+        logger.warning(
+            "serve.limits.max_connections = %d is lowered to %d, because the process may open %d files",
+            *(wanted, most, files),
+        )
+    return min(wanted, most)
 
 
 def _listen(host: str, port: int) -> socket.socket:

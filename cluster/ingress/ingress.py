@@ -4,6 +4,7 @@ Shutdown: the gate refuses new requests, open requests get their time, the port 
 """
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import Mapping
@@ -17,11 +18,13 @@ from cluster.api.app import create_app
 from cluster.api.record import Recorder
 from cluster.api.tracing import make_tracer
 from cluster.client.engine_client import EngineClient
+from cluster.config.api_keys import KeyDigests
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.errors import SHUTDOWN_REASON, EngineDeadError
 from cluster.ingress.http_server import HttpServer
-from cluster.ingress.settings import api_settings, serving_tokenizer
+from cluster.ingress.settings import api_settings, key_limits, serving_tokenizer
 from cluster.metrics.metrics import IngressMetrics
+from kernels.host.owned import OwnedTask
 from workers.log import set_up_logging
 from workers.rank.actor import node_address
 
@@ -46,7 +49,7 @@ class Ingress:
     listen: answer on serve.host:serve.port. `phalanx serve` sets it and watches the groups itself. Otherwise requests
         come through Serve's proxies, and Serve alone watches: then a failed group makes the replica unhealthy, and the
         replica that replaces it starts the group again.
-    api_key_digests: of the keys that clients may use; without any, no key is needed.
+    keys: digests of the keys of clients and operators.
     environment: variables of OpenTelemetry that this process does not inherit.
     """
 
@@ -55,7 +58,7 @@ class Ingress:
         config: PhalanxConfig,
         *,
         listen: bool,
-        api_key_digests: tuple[bytes, ...],
+        keys: KeyDigests,
         environment: Mapping[str, str],
     ) -> None:
         os.environ.update(environment)
@@ -69,8 +72,8 @@ class Ingress:
         # The tokenizer's import takes seconds; the ranks start meanwhile.
         connected = asyncio.create_task(self._client.connect())
         tokenizer = await asyncio.to_thread(serving_tokenizer, config)
-        settings = api_settings(config, api_key_digests)
-        self._gate = AdmissionGate(settings.max_open_choices)
+        settings = api_settings(config, keys)
+        self._gate = AdmissionGate(settings.max_open_choices, key_limits(config.serve.access))
         self._app = create_app(lambda: self._client, tokenizer, settings, self._gate, recorder)
         self._drain_timeout_s = config.serve.drain_timeout_s
         self._drained: asyncio.Task[None] | None = None
@@ -79,7 +82,10 @@ class Ingress:
             self._server = HttpServer(self._app, config.serve)
             self._server.start()
         await connected
-        self._drainer = asyncio.create_task(self._drain_on_request())
+        gc.freeze()  # modules and tokenizer live as long as the process, and a search through them stops all streams
+        self._drainer = OwnedTask(
+            self._drain_on_request(), self._client.fail, "drain-on-request", may_end=True
+        )
 
     def __serve_build_asgi_app__(self) -> Any:
         """The application for Serve's proxies."""
@@ -89,6 +95,7 @@ class Ingress:
         """Serve calls it from time to time and replaces a replica that raises."""
         if self._gate.closed:
             return
+        self._client.check()
         if self._server is not None:
             self._server.check()
             return
@@ -134,9 +141,7 @@ class Ingress:
             await self._server.stop()
 
 
-def deploy(
-    config: PhalanxConfig, *, listen: bool, api_key_digests: tuple[bytes, ...]
-) -> serve.Application:
+def deploy(config: PhalanxConfig, *, listen: bool, keys: KeyDigests) -> serve.Application:
     """The Serve application of a configuration."""
     actor_options: dict[str, Any] = {"num_cpus": 0}
     environment: dict[str, str] = {}
@@ -154,7 +159,5 @@ def deploy(
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=config.serve.drain_timeout_s + KILL_AFTER_S,
     )
-    app: serve.Application = options.bind(
-        config, listen=listen, api_key_digests=api_key_digests, environment=environment
-    )
+    app: serve.Application = options.bind(config, listen=listen, keys=keys, environment=environment)
     return app

@@ -1,27 +1,27 @@
 """Answers request bodies without HTTP: the same checks, prompts, generations and bytes as those of the routes."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from cluster.api.answer.events import error_body, to_json
 from cluster.api.backend import EngineBackend
 from cluster.api.messages.envelope import error_object
-from cluster.api.messages.routes import MessageRequest, parse_message, prepare_message
+from cluster.api.messages.routes import MessageDraft, draft_message, prepare_message
 from cluster.api.record import Recorder
+from cluster.api.request.draft import Draft, Drafter, EngineFacts, load_drafter
 from cluster.api.request.generation_factory import GenerationFactory
-from cluster.api.request.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    parse_chat,
-    parse_completion,
-)
+from cluster.api.request.grammar_check import GrammarChecker
+from cluster.api.request.sender import Sender
+from cluster.api.responses.draft import References, ResponseDraft, draft_response
 from cluster.api.responses.factory import ResponseFactory
-from cluster.api.responses.protocol import ResponsesRequest, parse_responses
 from cluster.api.routes.generation import Prepared, with_writer
 from cluster.api.run import GenerationRun
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
+from cluster.api.work.processes import WorkProcesses
 from cluster.errors import BadRequestError, NotFoundError, ServingError
 from cluster.metrics.metrics import IngressMetrics
 
@@ -39,9 +39,9 @@ class Answered(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How a body is checked, how its generation and the writer of its answer are made, and the bytes of an error."""
+    """How a body becomes a draft, and a draft a generation with the writer of its answer; and the bytes of an error."""
 
-    parse: Callable[[dict[str, Any]], Any]
+    draft: Callable[[Drafter, dict[str, Any], EngineFacts], Any]
     prepare: Callable[[Any, EngineBackend], Awaitable[Prepared]]
     error: Callable[[ServingError], bytes] = error_body
 
@@ -54,7 +54,10 @@ class Dispatcher:
     ) -> None:
         self._backend = backend
         self._recorder = Recorder(IngressMetrics())
-        self._routes = _routes(GenerationFactory(tokenizer, settings))
+        self._drafter = Drafter(tokenizer, settings)
+        processes = WorkProcesses(partial(load_drafter, tokenizer.source, settings))
+        checker = GrammarChecker(processes, settings.grammar_timeout_s)
+        self._routes = _routes(GenerationFactory(self._drafter, checker))
 
     def error_body(self, url: str, error: ServingError) -> bytes:
         """Return the error in the envelope of its route."""
@@ -72,8 +75,9 @@ class Dispatcher:
         if body.get("stream"):
             raise BadRequestError("stream is not available offline", param="stream")
         try:
-            parsed = route.parse(body)
-            generation, writer = await route.prepare(parsed, self._backend)
+            facts = EngineFacts.of(self._backend)
+            draft = await asyncio.to_thread(route.draft, self._drafter, body, facts)
+            generation, writer = await route.prepare(draft, self._backend)
             if not any(choice.text.may_end_early for choice in generation.choices):
                 generation.routing["whole"] = True
             record = self._recorder.begin(generation, {})
@@ -87,25 +91,32 @@ class Dispatcher:
 
 
 def _routes(factory: GenerationFactory) -> dict[str, Route]:
-    async def completion(parsed: CompletionRequest, backend: EngineBackend) -> Prepared:
-        return with_writer(await factory.completion(parsed, backend, {}))
+    offline = Sender()
 
-    async def chat(parsed: ChatRequest, backend: EngineBackend) -> Prepared:
-        return with_writer(await factory.chat(parsed, backend, {}))
+    async def generation(draft: Draft, backend: EngineBackend) -> Prepared:
+        return with_writer(await factory.generation(draft, backend, offline))
 
-    async def message(parsed: MessageRequest, backend: EngineBackend) -> Prepared:
-        return await prepare_message(factory, parsed, backend, {}, "")
+    async def message(draft: MessageDraft, backend: EngineBackend) -> Prepared:
+        return await prepare_message(factory, draft, backend, offline)
 
     responses = ResponseFactory(factory)
 
-    async def response(parsed: ResponsesRequest, backend: EngineBackend) -> Prepared:
-        return await responses.prepare(parsed, backend, {})
+    def response_draft(drafter: Drafter, body: dict[str, Any], facts: EngineFacts) -> ResponseDraft:
+        draft = draft_response(drafter, body, facts)
+        if isinstance(draft, References):
+            found = draft_response(drafter, body, facts, *responses.find(draft))
+            assert isinstance(found, ResponseDraft), "it has what it refers to"
+            return found
+        return draft
+
+    async def response(draft: ResponseDraft, backend: EngineBackend) -> Prepared:
+        return await responses.prepare(draft, backend, offline)
 
     return {
-        COMPLETIONS: Route(parse_completion, completion),
-        CHAT: Route(parse_chat, chat),
-        "/v1/responses": Route(parse_responses, response),
+        COMPLETIONS: Route(Drafter.completion, generation),
+        CHAT: Route(Drafter.chat, generation),
+        "/v1/responses": Route(response_draft, response),
         "/v1/messages": Route(
-            parse_message, message, lambda error: to_json(error_object(error, ""))
+            draft_message, message, lambda error: to_json(error_object(error, ""))
         ),
     }

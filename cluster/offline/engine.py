@@ -1,8 +1,9 @@
 """Ray, the ranks and a client of the ranks in this process: what `phalanx serve` starts, without HTTP."""
 
+import _thread
 import asyncio
 import contextlib
-import threading
+import logging
 import uuid
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from cluster.commands.start import RankStart, ServerError
 from cluster.commands.stop_signals import StopSignals
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import check_num_ranks
+from kernels.host.owned import start_thread
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from cluster.client.engine_client import EngineClient
     from cluster.offline.dispatcher import Dispatcher
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 QUEUED = 2
@@ -82,7 +85,7 @@ class OfflineEngine:
             if not ranks.create():
                 raise StoppedError
             tokenizer = executor.submit(_load_tokenizer, self._config)
-            if ranks.follow("tokenizer", lambda: _is_done(tokenizer)) is None:
+            if not ranks.follow("tokenizer", lambda: _is_done(tokenizer)):
                 raise StoppedError
         self.run(self._connect(tokenizer.result()))
 
@@ -106,8 +109,7 @@ class _LoopThread:
         with contextlib.suppress(ImportError):
             from uvloop import new_event_loop as factory
         self._loop = factory()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="offline", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._loop.run_forever, _end_main_thread, "offline")
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -121,6 +123,12 @@ class _LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _end_main_thread(error: BaseException) -> None:
+    """Raise KeyboardInterrupt in the main thread, which waits for the loop that has failed."""
+    logger.error("the event loop of the client failed", exc_info=error)
+    _thread.interrupt_main()
 
 
 def _without_http(config: PhalanxConfig) -> PhalanxConfig:

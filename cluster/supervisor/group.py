@@ -7,11 +7,11 @@ Knows nothing of ingresses beyond the names of their streams, and nothing of HTT
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from cluster.errors import SHUTDOWN_REASON
-from cluster.supervisor import epoch_watch, placement
+from cluster.supervisor import epoch_watch, placement, relocation
 from cluster.supervisor.change import PendingChange
 from cluster.supervisor.failures import (
     RankDiedError,
@@ -19,13 +19,15 @@ from cluster.supervisor.failures import (
     failure_message,
 )
 from cluster.supervisor.formation import Formation, visible_gpus
+from cluster.supervisor.group_spec import GroupSpec
 from cluster.supervisor.heartbeat import Hang, Heartbeats, HungRankError
-from cluster.supervisor.launcher import Launcher, RankHandle
+from cluster.supervisor.launcher import Launcher
 from cluster.supervisor.placement import NodeLostError, PlacementError
 from cluster.supervisor.ray_calls import result
 from cluster.supervisor.recovery import find_memberships, recover
 from cluster.supervisor.roster import Roster
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupState, GroupStatus, Rebuild
+from kernels.host.owned import OwnedTask
 from workers.config import RankConfig
 from workers.rank.rank_info import RankTrace
 
@@ -36,25 +38,27 @@ STABLE_S = 5.0
 """Seconds of service after which a failure is not counted as a result of the rebuild before."""
 CHECKPOINT_RETRY_S = 1.0
 """Seconds between two rebuilds while the checkpoint cannot be read; they do not count as attempts."""
-GROW_S = 10.0
-"""Seconds between two looks for room, while the group has fewer ranks than configured."""
+
+
+async def _keep_nothing(epoch: int) -> None:
+    """What a group without an owner does as an epoch begins."""
 
 
 class Group:
     """The ranks of one process group. All methods run in the event loop of the supervisor.
 
-    name: unique among the groups of the Ray cluster.
+    spec: what was configured; the ranks change in service.
     hang_timeout_s: time without a sign of life after which a rank hangs, and time for a rank to leave a failed epoch;
         a rank that takes longer gets a new process.
     rebuild_attempts: rebuilds in a row that may fail, or serve for less than STABLE_S; 0 = a failed rank ends the
         group.
     standby_ranks, shrink: see Roster.
+    epoch_begins: called with the number of each epoch before a rank joins it.
     """
 
     def __init__(
         self,
-        name: str,
-        config: RankConfig,
+        spec: GroupSpec,
         launcher: Launcher,
         *,
         start_timeout_s: float,
@@ -62,13 +66,20 @@ class Group:
         rebuild_attempts: int = 0,
         standby_ranks: int = 0,
         shrink: bool = False,
+        epoch_begins: Callable[[int], Awaitable[None]] = _keep_nothing,
     ):
-        self.status = GroupStatus()
+        self.spec = spec
+        self.status = GroupStatus(spec.name)
         self._roster = Roster(
-            launcher, config, self._visible_gpus, num_standby=standby_ranks, shrink=shrink
+            launcher,
+            spec.ranks,
+            self._visible_gpus,
+            self.fail_task,
+            num_standby=standby_ranks,
+            shrink=shrink,
         )
         self._formation = Formation(
-            name,
+            spec.name,
             self._roster,
             self.status,
             start_timeout_s=start_timeout_s,
@@ -84,12 +95,9 @@ class Group:
         self._hang: Hang | None = None
         self._serving_since = 0.0
         self._draining = False
-        self._growing: asyncio.Task[None] | None = None
+        self._epoch_begins = epoch_begins
+        self._growing: OwnedTask | None = None
         self._changed = asyncio.Event()
-
-    @property
-    def _ranks(self) -> list[RankHandle]:
-        return self._roster.ranks
 
     @property
     def health(self) -> GroupHealth:
@@ -100,7 +108,7 @@ class Group:
     def members(self) -> GroupMembers:
         """The ranks of this epoch."""
         return GroupMembers(
-            self.status.epoch, self._ranks, self.status.infos, frozenset(self._failed)
+            self.status.epoch, self._roster.ranks, self.status.infos, frozenset(self._failed)
         )
 
     async def refreshed_status(self) -> GroupStatus:
@@ -111,14 +119,16 @@ class Group:
             await self._formation.refresh_progress()
         return status
 
-    async def recover(self, wanted: RankConfig | None = None) -> frozenset[str]:
+    async def recover(self, wanted: RankConfig | None, last_epoch: int) -> frozenset[str]:
         """Take over the ranks that an earlier process of the supervisor has left; `run` comes next.
 
         Ranks that serve go on, otherwise `run` rebuilds the group. Returns the streams that ingresses have open.
-        `wanted`: as changes in service have left it
+        wanted: as changes in service have left it
+        last_epoch: the last one that began; without ranks the next one begins
         """
         actors = self._roster.find()
         if not actors:
+            self.status.epoch = last_epoch + 1
             return frozenset()
         if wanted is not None:
             self._roster.config = self._roster.wanted = wanted
@@ -127,6 +137,7 @@ class Group:
         await self._roster.recover(found.config, found.seats, actors)
         self.status.epoch, self.status.infos = found.epoch, found.infos
         if found.reason:
+            self.status.epoch = max(found.epoch, last_epoch)
             self._set_state("rebuilding", found.reason)
         else:
             await self._formation.locate()
@@ -150,11 +161,12 @@ class Group:
     async def start(self) -> None:
         """Bring the ranks up until they serve. On an error the state is failed; after a death it may be rebuilding."""
         try:
+            await self._epoch_begins(self.status.epoch)
             await self.prepare()
             await self._serve()
         except Exception as error:
-            if self.status.state == "stopped":
-                return  # stop() killed the ranks
+            if self.health.ended:
+                return  # stop() or fail() killed the ranks
             # The console shows the message of a user's mistake; a traceback would hide it.
             explained = isinstance(error, ValueError | RankDiedError)
             level = logging.DEBUG if explained else logging.ERROR
@@ -183,7 +195,7 @@ class Group:
         """
         self._heartbeats = self._new_heartbeats()
         ended = await epoch_watch.watch(
-            self._ranks, self.status.epoch, self._heartbeats, self._change
+            self._roster.ranks, self.status.epoch, self._heartbeats, self._change
         )
         self._failed, self._hang = set(), None
         if ended is None or not self.health.alive:
@@ -231,6 +243,7 @@ class Group:
             self._set_state("rebuilding", reason)
             logger.warning("rebuilding as epoch %d: %s", self.status.epoch, reason)
             try:
+                await self._epoch_begins(self.status.epoch)
                 dead = await self._replace(change)
                 if first_attempt:
                     self._failed |= dead
@@ -270,8 +283,7 @@ class Group:
             reason += (
                 f" (after {self._rebuild_attempts} rebuilds in a row, cluster.rebuild_attempts)"
             )
-        self._change.fail(reason)
-        self._end("failed", reason)
+        self.fail(reason)
 
     async def _replace(self, change: PendingChange | None) -> set[int]:
         """Bring the processes of the next epoch together. Returns the ranks that failed by themselves."""
@@ -292,30 +304,14 @@ class Group:
         return time.monotonic() - began < self._formation.start_timeout_s
 
     async def leave_draining_nodes(self) -> float | None:
-        """Move the ranks away from nodes that Ray drains, in a new epoch, while the group serves.
-
-        Returns the seconds until the end of such a node if its ranks have no other place and the group cannot go on
-        without them, otherwise None.
-        """
+        """Move the ranks away from nodes that Ray drains, see `relocation`."""
         if self.status.state != "serving":
             return None
-        stuck, moved = await self._roster.leave_draining()
-        if stuck and not self._roster.can_leave_out(stuck):
-            return min(stuck.values())
-        if stuck or moved:
-            try:
-                await self.change(
-                    self._roster.wanted, "leaving a node that Ray drains", avoided=stuck
-                )
-            except Exception as error:  # a process that does not start fails in many ways
-                logger.warning(
-                    "the ranks stay on a node that Ray drains: %s", failure_message(error)
-                )
-        return None
+        return await relocation.leave_draining_nodes(self._roster, self.change)
 
     def close_stream(self, stream_id: str) -> None:
         """Let every rank forget the requests and the stream of an ingress that is gone."""
-        for rank in self._ranks:
+        for rank in self._roster.ranks:
             rank.close_stream.remote(self.status.epoch, stream_id)
 
     def excuse_failures(self) -> None:
@@ -328,14 +324,25 @@ class Group:
         if self.status.state == "serving":
             self._set_state("draining")
 
+    def fail(self, reason: str) -> None:
+        """End the group as failed, unless it has ended."""
+        if not self.health.ended:
+            self._change.fail(reason)
+            self._end("failed", reason)
+
+    def fail_task(self, error: BaseException) -> None:
+        """End the group as failed, because a task that it needs has ended."""
+        logger.error("group %s failed", self.spec.name, exc_info=error)
+        self.fail(f"{type(error).__name__}: {error}")
+
     async def stop(self) -> None:
         """Stop the ranks and give back their resources."""
         was_alive, epoch = self.health.alive, self.status.epoch
         self._set_state("stopped", SHUTDOWN_REASON)  # before a rank ends, which is no failure now
         self._change.fail(SHUTDOWN_REASON)
         if was_alive:
-            done = [rank.done.remote(epoch) for rank in self._ranks]
-            self._ranks[0].stop.remote(epoch)
+            done = [rank.done.remote(epoch) for rank in self._roster.ranks]
+            self._roster.ranks[0].stop.remote(epoch)
             try:
                 ended = asyncio.gather(*map(result, done), return_exceptions=True)
                 async with asyncio.timeout(STOP_TIMEOUT_S):
@@ -360,19 +367,12 @@ class Group:
         self._serving_since = time.monotonic()
         self._set_state("draining" if self._draining else "serving")
         self._roster.serves()
-        if self._roster.shrunk and (self._growing is None or self._growing.done()):
-            self._growing = asyncio.create_task(self._grow())
+        if self._roster.shrunk and (self._growing is None or self._growing.done):
+            growing = relocation.grow(self._roster, self._serves, self.change)
+            self._growing = OwnedTask(growing, self.fail_task, "grow", may_end=True)
 
-    async def _grow(self) -> None:
-        """Go back to the wanted number of ranks as soon as there is room."""
-        while self._roster.shrunk:
-            await asyncio.sleep(GROW_S)
-            if self.status.state == "serving" and await self._roster.has_room_to_grow():
-                wanted = self._roster.wanted
-                try:
-                    await self.change(wanted, f"growing back to {wanted.num_ranks} ranks")
-                except Exception as error:  # a process that does not start fails in many ways
-                    logger.info("the group stays small: %s", failure_message(error))
+    def _serves(self) -> bool:
+        return self.status.state == "serving"
 
     def _visible_gpus(self, facts: dict[str, Any]) -> Sequence[int | str]:
         """The GPUs that a process with this description is to see."""

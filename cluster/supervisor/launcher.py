@@ -5,7 +5,6 @@ Knows nothing of what ranks do.
 
 import asyncio
 import os
-import signal
 import uuid
 from contextlib import suppress
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.supervisor import placement, spare_imports
 from cluster.supervisor.placement import RankLocation
+from kernels.host import processes
 from kernels.host.cuda_environment import MULTICAST_OFF
 from workers.config import RankConfig
 from workers.rank.actor import RankActor
@@ -301,8 +301,7 @@ class RankLauncher:
         memory are free at once.
         """
         if location is not None and location.node_id == ray.get_runtime_context().get_node_id():
-            with suppress(OSError):  # it has ended
-                os.kill(location.pid, signal.SIGKILL)
+            processes.kill(location.pid, location.started)
         ray.kill(handle)
         self._bundles.pop(handle, None)
         left = [self._beside.pop(handle, None)]

@@ -1,4 +1,4 @@
-"""Leases of ingresses: an ingress that sends no heartbeat for LEASE_S loses its streams. No Ray, no I/O."""
+"""Leases of ingresses, one for each group: without a heartbeat for LEASE_S the streams end. No Ray, no I/O."""
 
 import time
 import uuid
@@ -9,9 +9,33 @@ LEASE_S = 10.0
 SUCCESSOR_S = 30.0  # after the end of the last ingress; Serve replaces a dead one within 15 s
 
 
+class WatchedTime:
+    """A clock that runs while the event loop does: it stands still in calls that block the loop.
+
+    While the supervisor is stopped, or waits for Ray's GCS, it reads no heartbeat, so that the silence is its own.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._blocked = 0.0
+        self._ticked = clock()
+
+    def __call__(self) -> float:
+        """The seconds in which the loop ran."""
+        return self._clock() - self._blocked
+
+    def tick(self, interval_s: float) -> None:
+        """Note that the loop runs. A tick that comes more than an interval late ends a time in which it was blocked."""
+        now = self._clock()
+        late = now - self._ticked - 2 * interval_s
+        self._blocked += max(0.0, late)
+        self._ticked = now
+
+
 @dataclass
 class _Lease:
     ingress_id: str
+    group: int
     renewed: float
 
 
@@ -36,15 +60,19 @@ class Leases:
         """The ingresses that have a lease."""
         return {lease.ingress_id for lease in self._leases.values()}
 
-    def open(self, ingress_id: str) -> str:
-        """Give an ingress a new lease; returns the lease's id."""
+    def of_group(self, group: int) -> set[str]:
+        """The leases of a group."""
+        return {lease_id for lease_id, lease in self._leases.items() if lease.group == group}
+
+    def open(self, ingress_id: str, group: int) -> str:
+        """Give an ingress a new lease of a group; returns the lease's id."""
         lease_id = f"{ingress_id}.{uuid.uuid4().hex[:12]}"
-        self._leases[lease_id] = _Lease(ingress_id, self._clock())
+        self._leases[lease_id] = _Lease(ingress_id, group, self._clock())
         return lease_id
 
-    def adopt(self, lease_id: str) -> None:
+    def adopt(self, lease_id: str, group: int) -> None:
         """Take over a lease that an earlier process of the supervisor gave."""
-        self._leases[lease_id] = _Lease(lease_id.rpartition(".")[0], self._clock())
+        self._leases[lease_id] = _Lease(lease_id.rpartition(".")[0], group, self._clock())
 
     def renew(self, lease_id: str) -> bool:
         """Whether the lease was still valid; it is renewed then."""
@@ -54,22 +82,23 @@ class Leases:
         lease.renewed = self._clock()
         return True
 
-    def close(self, lease_id: str) -> None:
-        """End a lease; one that has ended is ignored."""
-        if self._leases.pop(lease_id, None) is not None and not self._leases:
+    def close(self, lease_id: str) -> int | None:
+        """End a lease. Returns its group, or None if the lease had ended before."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is None:
+            return None
+        if not self._leases:
             self._missing_since, self._missing_limit_s = self._clock(), SUCCESSOR_S
+        return lease.group
 
-    def expire(self) -> list[tuple[str, str]]:
-        """End the leases that were not renewed for LEASE_S; returns (lease id, ingress id) of each."""
+    def expired(self) -> list[tuple[str, str]]:
+        """The leases that were not renewed for LEASE_S: (lease id, ingress id) of each."""
         limit = self._clock() - LEASE_S
-        expired = [
+        return [
             (lease_id, lease.ingress_id)
             for lease_id, lease in self._leases.items()
             if lease.renewed < limit
         ]
-        for lease_id, _ in expired:
-            self.close(lease_id)
-        return expired
 
     def restart_wait(self) -> None:
         """Let the time without an ingress begin now."""

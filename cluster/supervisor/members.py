@@ -31,8 +31,8 @@ class Member:
 class Standby(Member):
     """A process without a rank. `ready` ends when it has loaded, `life` when its process has ended."""
 
-    ready: asyncio.Task[None]
-    life: asyncio.Task[None]
+    ready: asyncio.Future[None]
+    life: asyncio.Future[None]
 
     @property
     def ended(self) -> bool:
@@ -44,13 +44,13 @@ class Standby(Member):
         self.life.cancel()
 
 
-async def live(ready: "asyncio.Task[None]", handle: RankHandle) -> None:
+async def live(ready: "asyncio.Future[None]", handle: RankHandle) -> None:
     """Return when a standby has joined a group. Raises when its process has failed."""
     await ready
     await result(handle.joined.remote())
 
 
-def note_end(life: "asyncio.Task[None]") -> None:
+def note_end(life: "asyncio.Future[None]") -> None:
     error = None if life.cancelled() else life.exception()
     if error is not None:
         logger.warning("a standby rank failed: %s", failure_message(error))

@@ -45,19 +45,24 @@ class NodeLostError(PlacementError):
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where one rank runs. `address` is the IPv4 or IPv6 address of its node in the Ray cluster."""
+    """Where one rank runs. `address` is the IPv4 or IPv6 address of its node in the Ray cluster.
+
+    started   start of the process, as of `processes.start_ticks`
+    """
 
     rank: int
     node_id: str
     address: str
     pid: int
     gpu_ids: tuple[int | str, ...]
+    started: int
 
 
 def located(rank: int, facts: Mapping[str, Any]) -> RankLocation:
     """The location of a rank, from `RankActor.describe`."""
+    gpu_ids = tuple(facts["gpu_ids"])
     return RankLocation(
-        rank, facts["node_id"], facts["address"], facts["pid"], tuple(facts["gpu_ids"])
+        rank, facts["node_id"], facts["address"], facts["pid"], gpu_ids, facts["started"]
     )
 
 

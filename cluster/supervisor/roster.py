@@ -9,10 +9,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from cluster.supervisor import lost_nodes
+from cluster.supervisor.failures import failure_message
 from cluster.supervisor.launcher import Launcher, RankHandle
 from cluster.supervisor.members import Member, Standby, live, note_end
 from cluster.supervisor.placement import PlacementError, RankLocation, resized
 from cluster.supervisor.ray_calls import result, result_future
+from kernels.host.owned import Failed, OwnedTask
 from kernels.routing.expert_map import STANDBY
 from workers.config import RankConfig
 
@@ -31,6 +33,7 @@ class Roster:
     num_standby   standbys that are kept ready beside the ranks
     shrink        go on with fewer ranks where a rank cannot be replaced
     visible_gpus  the GPUs that the process with this description is to see, from `Group`
+    failed        called with the error that ended the task which keeps standbys in stock
     """
 
     def __init__(
@@ -38,13 +41,14 @@ class Roster:
         launcher: Launcher,
         config: RankConfig,
         visible_gpus: Callable[[dict[str, Any]], Sequence[int | str]],
+        failed: Failed,
         *,
         num_standby: int = 0,
         shrink: bool = False,
     ):
         self.config = self.wanted = config
         self._launcher = launcher
-        self._visible_gpus = visible_gpus
+        self._visible_gpus, self._failed = visible_gpus, failed
         self._num_standby, self.may_shrink, self._spared = num_standby, shrink, False
         self._members: list[Member] = []
         self._bundles = list(range(config.num_nodes))  # by node of the group
@@ -53,7 +57,7 @@ class Roster:
         self._broken: set[Member] = set()
         self._irreplaceable: set[int] = set()  # bundles on which a new process failed
         self._stock = asyncio.Event()
-        self._stocking: asyncio.Task[None] | None = None
+        self._stocking: OwnedTask | None = None
         self._sparing: asyncio.Future[None] | None = None
 
     @property
@@ -166,7 +170,7 @@ class Roster:
         for noted in (self._new, self._broken, self._irreplaceable):
             noted.clear()
         if self._stocking is None and self._num_standby:
-            self._stocking = asyncio.create_task(self._keep_stock())
+            self._stocking = OwnedTask(self._keep_stock(), self._failed, "keep-stock")
         self._stock.set()
         usable = [s for s in self._standbys if self._stays(s, self.config)]
         for standby in self._standbys[:]:
@@ -242,8 +246,10 @@ class Roster:
 
     def kill(self) -> None:
         """End all processes."""
-        for task in filter(None, (self._stocking, self._sparing)):
-            task.cancel()
+        if self._stocking is not None:
+            self._stocking.cancel()
+        if self._sparing is not None:
+            self._sparing.cancel()
         for standby in self._standbys:
             standby.release()
         self._standbys = []
@@ -341,8 +347,8 @@ class Roster:
 
     async def _start_standby(self, bundle: int, config: RankConfig) -> Standby:
         handle = await self._launcher.start(STANDBY, config, bundle)
-        ready = asyncio.create_task(self._prepare(handle))
-        life = asyncio.create_task(live(ready, handle))
+        ready = result_future(self._prepare(handle))
+        life = result_future(live(ready, handle))
         life.add_done_callback(note_end)
         standby = Standby(handle, bundle, config, ready, life)
         self._standbys.append(standby)
@@ -371,11 +377,13 @@ class Roster:
                 logger.warning("no standby rank (cluster.standby_ranks): %s", error)
                 await self._stock.wait()
                 continue
-            changed = asyncio.create_task(self._stock.wait())
-            await asyncio.wait(
-                [changed, *(s.life for s in self._standbys)],
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            except Exception as error:  # Ray's GCS may start anew
+                logger.warning("a standby rank did not start: %s", failure_message(error))
+                await asyncio.sleep(RESTOCK_S)
+                continue
+            changed: asyncio.Future[Any] = asyncio.ensure_future(self._stock.wait())
+            lives = [standby.life for standby in self._standbys]
+            await asyncio.wait([changed, *lives], return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
             if not self._stock.is_set():
                 await asyncio.sleep(RESTOCK_S)

@@ -58,6 +58,7 @@ class Rebuild:
 class GroupStatus:
     """A group and the progress of its start or rebuild, as shown to people.
 
+    name          that of the group's spec
     since         Unix time at which the state began
     stages        name and seconds of each stage that ended
     progress      done and total of the present stage; (0, 0) if unknown
@@ -66,6 +67,7 @@ class GroupStatus:
     vote_ages     seconds since the last vote of each rank; 0 while a rank sleeps because the group is idle
     """
 
+    name: str = ""
     state: GroupState = "starting"
     epoch: int = 0
     error: str = ""
@@ -92,6 +94,7 @@ class GroupStatus:
         going_up = self.state in ("starting", "rebuilding")
         last = self.last_rebuild
         return {
+            "name": self.name,
             "state": self.state,
             "epoch": self.epoch,
             "since": round(self.since, 3),

@@ -39,10 +39,14 @@ class OwnedTask:
         self._cancelled = True
         self._task.cancel()
 
+    async def wait(self) -> None:
+        """Return when the work has ended."""
+        await asyncio.wait([self._task])
+
     async def close(self) -> None:
         """Cancel the work and wait for its end."""
         self.cancel()
-        await asyncio.wait([self._task])
+        await self.wait()
 
     def _end(self, task: "asyncio.Task[Any]") -> None:
         if task.cancelled():

@@ -22,12 +22,15 @@ import typer
 from ray import serve
 
 from cluster.commands.start import RAY_ENVIRONMENT
+from cluster.config.api_keys import KeyDigests
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import resolve_rank_config
 from cluster.ingress.ingress import Ingress
 from cluster.supervisor import supervisor
+from cluster.supervisor.actor import supervisor_name
 from cluster.supervisor.group import Group
+from cluster.supervisor.group_spec import GroupSpec
 from cluster.supervisor.launcher import NAMESPACE, RankLauncher
 from kernels.host.owned import OwnedTask
 from scripts.bench import ROOT
@@ -140,7 +143,8 @@ class PacedGroup(Group):
         cluster = config.cluster
         rank_config = resolve_rank_config(config, num_gpus=0)
         launcher = RankLauncher(rank_config, name="paced", joined=False)
-        super().__init__("paced", rank_config, launcher, start_timeout_s=cluster.start_timeout_s)
+        spec = GroupSpec("paced", "generate", config.serve.model_name or "", rank_config)
+        super().__init__(spec, launcher, start_timeout_s=cluster.start_timeout_s)
         self._step_s = step_s
 
     async def start(self) -> None:
@@ -156,8 +160,11 @@ class PacedSupervisor(supervisor.Supervisor):
     """Owns a PacedGroup."""
 
     def __init__(self, config: PhalanxConfig, step_s: float):
+        self._step_s = step_s
         super().__init__(config)
-        self._groups = [PacedGroup(config, step_s)]
+
+    def _create_groups(self, config: PhalanxConfig) -> list[Group]:
+        return [PacedGroup(config, self._step_s)]
 
 
 RANK_INFO = RankInfo(
@@ -171,7 +178,7 @@ def start(config: PhalanxConfig, step_s: float) -> None:
         os.environ.setdefault(name, value)
     ray.init("local", namespace="phalanx", num_cpus=8, include_dashboard=False, logging_level=40)
     ray.remote(PacedSupervisor).options(
-        name=supervisor.supervisor_name(config),
+        name=supervisor_name(config),
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=0,
@@ -179,7 +186,7 @@ def start(config: PhalanxConfig, step_s: float) -> None:
     ).remote(config, step_s)
     serve.start(proxy_location="Disabled")
     app = Ingress.options(num_replicas=1).bind(
-        config, listen=True, api_key_digests=(), environment={}
+        config, listen=True, keys=KeyDigests(), environment={}
     )
     serve.run(app, name=config.serve.app_name, route_prefix="/")
 
@@ -237,8 +244,8 @@ def main(
     sets = [f"cluster.ranks={ranks}", f"serve.port={port}", "cluster.device=cpu"]
     config = load_config(ROOT / "configs" / "local.yaml", sets)
     start(config, STEPS_MS[0] / 1e3)
-    owner = ray.get_actor(supervisor.supervisor_name(config), namespace=NAMESPACE)
-    actors = ray.get(owner.register.remote("bench")).groups[0].ranks
+    owner = ray.get_actor(supervisor_name(config), namespace=NAMESPACE)
+    actors = ray.get(owner.register.remote("bench", 0)).members.ranks
     url = f"http://127.0.0.1:{port}"
     routes: dict[str, Any] = {}
     for name in route:

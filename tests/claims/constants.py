@@ -3,22 +3,28 @@
 import json
 from collections.abc import Iterator
 
+from cluster.api.request import uploads
 from cluster.api.settings import ApiSettings
 from cluster.bench.report import LATE_MS
-from cluster.client import router
+from cluster.client import refusals, router, stream_watch
 from cluster.commands import check_cluster, reaper, start
-from cluster.config.serve_section import ResponsesStoreConfig
+from cluster.config.serve_section import LimitsConfig, ResponsesStoreConfig
+from cluster.ingress import http_protocol
 from cluster.offline import engine
-from cluster.supervisor import group, heartbeat, launcher, leases, supervisor
+from cluster.supervisor import group, heartbeat, launcher, leases, relocation, supervisor
 from kernels.all2all import deepep_limits
 from tests.claims import ROOT, row
 from tests.published_configs import PUBLISHED
 from workers.engine import datagram_vote
 from workers.models.registry import parse_model_config
 from workers.overlap import policy
+from workers.rank import actor
+from workers.sampling import grammar_compiler
 from workers.scheduler import prefill_cap
 from workers.stats import pace, stats_line
+from workers.weights import reader
 from workers.weights.tensors import DTYPE_BYTES
+from workers.wire import secure_socket
 
 VERSIONS = "names of versions"
 WORDS = "counts of things, no measurement"
@@ -42,7 +48,11 @@ ALLOWED: dict[str, dict[str, str]] = {
         "pulls a cable for 2 s, for 9 s and for ever": "what scripts/test_cluster does",
     },
     "docs/experiments.md": {"runs every cell several times": WORDS},
-    "docs/models.md": {"two prompts of 4,096 tokens": "the load"},
+    "docs/models.md": {
+        "two prompts of 4,096 tokens": "the load",
+        "powers of two | 32 |": "the group of MXFP4's definition",
+    },
+    "docs/operations.md": {"| 400 |": "a status of HTTP"},
     "docs/offline.md": {
         "no line runs twice": WORDS,
         **{f"| {code} |": "an exit code" for code in (0, 1, 2, 3, 130)},
@@ -95,6 +105,7 @@ def models() -> Iterator[str]:
     model = parse_model_config(PUBLISHED["qwen3_5_moe_text"], {}, "config.json")
     slot = model.linear_specs[0].slot_bytes(DTYPE_BYTES["bfloat16"])
     yield f"({slot / 1e6:.1f} MB in Qwen3.6-35B-A3B, half"
+    yield f"each of up to {reader.MAX_THREADS} threads holds {reader.PIECE >> 20} MiB"
 
 
 def offline() -> Iterator[str]:
@@ -119,14 +130,21 @@ def operations() -> Iterator[str]:
     yield f"{heartbeat.CHECKS} times within `cluster.hang_timeout_s` the supervisor reads"
     yield "another one starts a second after the ranks serve again"
     yield f"or served for less than {group.STABLE_S:.0f} s, the group fails"
-    yield f"The group looks for room every {group.GROW_S:.0f} s"
+    yield f"The group looks for room every {relocation.GROW_S:.0f} s"
     yield f"they leave the ranks after {leases.LEASE_S:.0f} s"
     yield f"the server ends {supervisor.LAUNCHER_LEASE_S:.0f} s after the last heartbeat"
     yield f"the remaining processes of its Ray within {2 * reaper.POLL_S + reaper.GRACE_S:.0f} s"
     again_ms = 1000 * datagram_vote._ASK_S
     yield f"A rank that misses a vote requests it after {again_ms:.0f} ms"
     yield f"so a lost datagram costs about {again_ms:.0f} ms"
-    yield f"every rank has sent a token within the last {ApiSettings.probe_fresh_s:.0f} s"
+    yield f"are refused for {refusals.REFUSE_S / 60:.0f} minutes with the same 500"
+    assert LimitsConfig().request_timeout_s == 3600
+    yield "`serve.limits.request_timeout_s`, an hour by default"
+    assert secure_socket.PING_MS + secure_socket.ANSWER_MS < 10_000 and stream_watch.SILENCE_S < 10
+    yield "is noticed within 10 s"
+    assert actor.LOST_CHECKS * actor.FOLLOW_S == 60
+    yield "give back their places a minute after Ray has reported it"
+    yield f"each of its ranks has sent a token within the last {ApiSettings.probe_fresh_s:.0f} s"
     yield f"one line per busy rank every {stats_line.INTERVAL_S:.0f} s"
     yield f"at which ubatches win by more than {100 * policy.MARGIN:.0f} % there"
     assert (prefill_cap.DECODE_SHARE, router.PREFILL_WEIGHT) == (2, 2)
@@ -134,3 +152,12 @@ def operations() -> Iterator[str]:
     yield "gaps may be twice as long as such a step"
     yield f"The limit is at least {prefill_cap.FLOOR_TOKENS} tokens or one KV block"
     yield "tokens of prompts without a first token count three times"
+
+
+def security() -> Iterator[str]:
+    """docs/security.md."""
+    yield f"A head has {http_protocol.MAX_HEAD_BYTES >> 10} KiB"
+    yield f"beyond it the oldest upload of over {uploads._SLOW_S:.0f} s ends"
+    inline, thread = ApiSettings.inline_body_bytes >> 10, ApiSettings.thread_body_bytes >> 10
+    yield f"Bodies of up to {inline} KiB are prepared in the event loop, up to {thread} KiB in a thread"
+    yield f"one of over {grammar_compiler.SMALL_CHARS >> 10} KiB compiles in a process"

@@ -21,8 +21,10 @@ START_TIMEOUT_S = 150
 JOINING = {
     "RAY_AUTH_MODE": "token"
 }  # which `ray.init` chooses by itself only where it starts a Ray
+OPERATOR_KEY = "operator-of-the-tests"
 SECRETS = {
     "HF_TOKEN": "hf_secret-of-the-tests",
+    "PHALANX_OPERATOR_KEY": OPERATOR_KEY,
     "OTEL_EXPORTER_OTLP_HEADERS": "authorization=secret-of-the-tests",
 }
 ACTORS = ("RankActor", "ServeReplica", "SupervisorActor")
@@ -177,7 +179,8 @@ def write_config(folder: Path, checkpoint: Path, port: int, **sections: dict) ->
         "model": {"path": str(checkpoint), "max_model_len": 512},
         "cluster": {"ranks": 2, "device": "cpu"},
         "cache": {"num_blocks": 256},
-        "serve": {"port": port, "model_name": "tiny"},
+        # Tests compare figures of two moments.
+        "serve": {"port": port, "model_name": "tiny", "stats_fresh_s": 0},
     }
     for name, changes in sections.items():
         values[name] = {**values.get(name, {}), **changes}

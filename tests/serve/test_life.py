@@ -74,6 +74,20 @@ def test_streams_outlive_the_ends_of_processes(server):
     assert stays in server.ranks() and successor in spares
 
 
+def test_a_stream_outlives_the_supervisor_and_all_ranks_at_once(server):
+    """The next supervisor finds no rank, and starts all of them in the epoch after the last one."""
+    whole = Stream(server, 490)
+    whole.join(60)
+    supervisor, ranks = server.supervisor(), server.ranks()
+    hit = Stream(server, 490)
+    for process in (supervisor, *ranks):
+        process.kill()
+    hit.join(START_TIMEOUT_S)
+    assert not hit.is_alive(), "the stream hangs"
+    assert hit.lines[-1] == "data: [DONE]" and hit.text() == whole.text()
+    assert server.supervisor() != supervisor and not set(server.ranks()) & set(ranks)
+
+
 def wait_for_spares(server: Server) -> list[psutil.Process]:
     """The spare processes; a server starts one some seconds after its ranks."""
     deadline = time.monotonic() + START_TIMEOUT_S

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from cluster.commands.operate import post
+from cluster.config.api_keys import OPERATOR_VARIABLE
 from tests.serve.open_streams import Stream
-from tests.serve.server import Server, left_running, running
+from tests.serve.server import OPERATOR_KEY, Server, left_running, running
 
 NUM_TOKENS = 490
 
@@ -46,7 +47,9 @@ class Repeater(threading.Thread):
 
 
 def operate(server: Server, operation: str, **body: object) -> None:
-    post(server.url, operation, body, "NO_KEY")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(OPERATOR_VARIABLE, OPERATOR_KEY)
+        post(server.url, operation, body, OPERATOR_VARIABLE)
 
 
 def blocks(server: Server, num_ranks: int) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from cluster.api.admission import AdmissionGate, KeyLimits
 from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
@@ -27,11 +28,14 @@ IM_END = 258
 Script = Callable[[list[int], SamplingParams], Iterable[list[int]]]
 
 
+# Kept to the end, because processes of large bodies load the tokenizer from there.
+_FOLDER = TemporaryDirectory()
+
+
 @cache
 def tiny_tokenizer() -> ServingTokenizer:
     """Id b < 256 is byte b; 256 to 258 are special; the model has 300 ids."""
-    with TemporaryDirectory() as folder:
-        return load_tokenizer(tiny_checkpoint(Path(folder) / "tiny"))
+    return load_tokenizer(tiny_checkpoint(Path(_FOLDER.name) / "tiny"))
 
 
 def tiny_checkpoint(folder: Path) -> Path:
@@ -160,23 +164,24 @@ class FakeBackend:
     def health(self) -> tuple[bool, str]:
         return self.ready
 
-    def token_ages(self) -> list[float]:
+    def token_ages(self) -> dict[int, float]:
         now = time.monotonic()
-        return [now - self.token_times.get(rank, -math.inf) for rank in range(self.num_ranks)]
+        ranks = range(self.num_ranks)
+        return {rank: now - self.token_times.get(rank, -math.inf) for rank in ranks}
 
     async def groups(self) -> list[dict[str, Any]]:
         return self.group_states
 
-    async def drain(self, timeout_s: float | None) -> None:
-        self.operations.append(("drain", timeout_s))
+    async def drain(self, timeout_s: float | None, group: str | None = None) -> None:
+        self.operations.append(("drain", timeout_s, *filter(None, [group])))
 
-    async def scale(self, num_ranks: int) -> None:
-        self.operations.append(("scale", num_ranks))
+    async def scale(self, num_ranks: int, group: str | None = None) -> None:
+        self.operations.append(("scale", num_ranks, *filter(None, [group])))
         if num_ranks > 8:
             raise BadRequestError("no free CPU")
 
-    async def restart(self, settings: list[str]) -> None:
-        self.operations.append(("restart", settings))
+    async def restart(self, settings: list[str], group: str | None = None) -> None:
+        self.operations.append(("restart", settings, *filter(None, [group])))
 
     async def rank_stats(self) -> list[dict[str, Any]]:
         return self.stats
@@ -192,11 +197,14 @@ class Api:
         self,
         backend: FakeBackend | None = None,
         tokenizer: ServingTokenizer | None = None,
+        limits: KeyLimits | None = None,
         **settings: Any,
     ) -> None:
         self.backend = backend or FakeBackend()
         tokenizer = tokenizer or tiny_tokenizer()
-        self.app = create_app(lambda: self.backend, tokenizer, ApiSettings(**settings))
+        settings = {"stats_fresh_s": 0.0, **settings}
+        gate = None if limits is None else AdmissionGate(limits=limits)
+        self.app = create_app(lambda: self.backend, tokenizer, ApiSettings(**settings), gate)
 
     def client(self) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(app=self.app)

@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import Awaitable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.client import engine_client
+from cluster.client import engine_client, group_client
 from cluster.client.engine_client import EngineClient
-from cluster.supervisor import supervisor
+from cluster.client.group_client import GroupClient
+from cluster.supervisor import actor, supervisor
 from cluster.supervisor.supervisor import Supervisor
 from tests.unit.ray_fakes import FakeHandle, FakeRank, fake_group, phalanx_config, until
 from workers.wire.request import SamplingParams
@@ -19,13 +21,21 @@ PARAMS = SamplingParams(max_tokens=8)
 
 
 class OfFakes(Supervisor):
-    """A supervisor of one group of two fake ranks."""
+    """A supervisor of groups of two fake ranks: one group, or a group for each of `names`."""
 
     group_options: ClassVar[dict[str, Any]] = {}
+    names: ClassVar[tuple[str, ...]] = ("app",)
 
     def _create_groups(self, config: Any) -> list[Any]:
-        group, self.fake_ranks, self.launcher = fake_group(2, **self.group_options)
-        return [group]
+        made = [
+            fake_group(
+                2, name=name, epoch_begins=partial(self._note_epoch, name), **self.group_options
+            )
+            for name in self.names
+        ]
+        self.launchers = [launcher for _, _, launcher in made]
+        _, self.fake_ranks, self.launcher = made[0]
+        return [group for group, _, _ in made]
 
 
 class Scene:
@@ -38,21 +48,31 @@ class Scene:
 
     @property
     def ranks(self) -> list[FakeRank]:
-        """The ranks of the present processes."""
-        return self.supervisor.launcher.ranks
+        """The ranks of the present processes of the first group."""
+        return self.ranks_of(0)
 
-    async def kill(self, rank: int) -> None:
+    def ranks_of(self, group: int) -> list[FakeRank]:
+        return self.supervisor.launchers[group].ranks
+
+    @property
+    def group(self) -> GroupClient:
+        """The client's view of the first group."""
+        return self.client._groups[0]
+
+    async def kill(self, rank: int, group: int = 0) -> None:
         """End a rank's process while the group is watched."""
-        await until(lambda: bool(self.ranks[rank].calls["done"]))
-        self.supervisor.launcher.handles[rank].dead = True
-        self.ranks[rank].ended.set_exception(ActorDiedError())
+        ranks = self.ranks_of(group)
+        await until(lambda: bool(ranks[rank].calls["done"]))
+        self.supervisor.launchers[group].handles[rank].dead = True
+        ranks[rank].ended.set_exception(ActorDiedError())
 
     def ask(self, request_id: str, **options: Any) -> "asyncio.Task[None]":
         """Send a request and collect its tokens in `answers`."""
         self.answers[request_id] = []
+        prompt = [1, 2, len(self.answers)]  # another one for each request
 
         async def collect() -> None:
-            generator = self.client.generate(request_id, [1, 2, 3], PARAMS, **options)
+            generator = self.client.generate(request_id, prompt, PARAMS, **options)
             try:
                 async for output in generator:
                     self.answers[request_id] += output.token_ids
@@ -64,16 +84,15 @@ class Scene:
     def expire_leases(self) -> None:
         """What the supervisor does LEASE_S after an ingress stalled."""
         for lease_id in list(self.supervisor._leases._leases):
-            self.supervisor._leases.close(lease_id)
-            self.supervisor._close_streams(lease_id)
+            self.supervisor._end_lease(lease_id)
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        return self.client._router.outstanding
+        return tuple(load.outstanding for load in self.client._router.loads)
 
     @property
     def outstanding_prefill(self) -> tuple[int, ...]:
-        return self.client._router.outstanding_prefill
+        return tuple(load.prefill for load in self.client._router.loads)
 
 
 @asynccontextmanager
@@ -81,7 +100,7 @@ async def scene(**serve: Any):
     config = phalanx_config(**serve)
     subject = OfFakes(config)
     handle = FakeHandle(subject)
-    supervisor.get_or_create = lambda config: handle  # restored by the fixture
+    actor.get_or_create = lambda config: handle  # restored by the fixture
     client = EngineClient(config)
     await client.connect()
     try:
@@ -90,18 +109,24 @@ async def scene(**serve: Any):
         handle.dead = False
         await client.close()
         await asyncio.sleep(0.01)
-        for task in subject._tasks:
-            task.cancel()
-        await asyncio.gather(*subject._tasks, return_exceptions=True)
-        for rank in subject.launcher.ranks:
-            rank.close()
+        await end_tasks(subject)
+        for launcher in subject.launchers:
+            for rank in launcher.ranks:
+                rank.close()
+
+
+async def end_tasks(subject: Supervisor) -> None:
+    """End the tasks of a supervisor's process; the ranks go on."""
+    for task in subject._tasks:
+        await task.close()
+    await subject._pool.close()
 
 
 def use_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let clients find a fake supervisor, until the end of the test."""
     monkeypatch.setattr(supervisor, "set_up_logging", lambda *_: None)
-    monkeypatch.setattr(supervisor, "get_or_create", supervisor.get_or_create)
-    monkeypatch.setattr(engine_client, "node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(actor, "get_or_create", actor.get_or_create)
+    monkeypatch.setattr(group_client, "node_address", lambda: "127.0.0.1")
     monkeypatch.setattr(engine_client, "HEARTBEAT_S", 0.02)
 
 

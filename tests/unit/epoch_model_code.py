@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from cluster.client.engine_client import EngineClient
+from cluster.client.group_client import GroupClient
 from cluster.client.open_request import OpenRequest
+from cluster.client.router import Pick, RankLoad
 from cluster.client.suspects import Suspects
 from workers.engine.engine import Engine
 from workers.rank.fence import Fence, StaleEpochError
@@ -85,44 +86,44 @@ def delivered(message: bytes, epoch: int) -> tuple[str, Any] | None:
 def client_of(
     requests: tuple[Request | None, ...], captured: dict[int, list[bytes]], epoch: int
 ) -> Any:
-    """An engine client with these open requests; `captured` gets what it sends, by rank."""
-    client = object.__new__(EngineClient)
-    client._open, client._suspects, client._token_times = {}, Suspects(), {}
-    client._lease_id, client.num_ranks = "", 2
-    numbers = range(len(RANKS))
-    client._router = SimpleNamespace(
-        report=lambda *_: None,
-        number=lambda group, rank: rank,
-        pick=lambda prompt, *_, **__: prompt[0],
-        place=lambda rank: (0, rank),
-        release=lambda *_: None,
-        picked_prefill=0,
-        begin_prefill=lambda *_: None,
-        end_prefill=lambda *_: None,
+    """A client of the group with these open requests; `captured` gets what it sends, by rank."""
+    loads = [RankLoad((0, rank)) for rank in RANKS]
+    client = object.__new__(GroupClient)
+    client.index, client.lease_id, client.open, client._token_times = 0, "", {}, {}
+    client._suspects = Suspects()
+    router: Any = SimpleNamespace(
+        report=lambda *_: None, pick=lambda prompt, *_, **__: _counted(loads[prompt[0]])
     )
+    client._router = router
 
     def submit(rank: int, request: EngineRequest) -> None:
         captured.setdefault(rank, []).append(inbox_message(epoch, "submit", request))
 
-    client._groups = [SimpleNamespace(submit=submit)]
-    for number, request in zip(numbers, requests, strict=True):
+    streams: Any = SimpleNamespace(submit=submit)
+    client._streams = streams
+    for number, request in enumerate(requests):
         if request is not None:
             made = open_request(number, request)
-            made.router, made.place = client._router, client._router.place(made.rank)
-            client._open[made.wire_id] = made
+            made.load = _counted(loads[number]).load
+            client.open[made.wire_id] = made
     return client
+
+
+def _counted(load: RankLoad) -> Pick:
+    load.outstanding += 1  # as the router counts a request of one token
+    return Pick(load, 0)
 
 
 def open_request(number: int, request: Request) -> OpenRequest:
     params = SamplingParams(max_tokens=LENGTHS[NAMES[number]])
-    made = OpenRequest(NAMES[number], [number], params, 0, "", None, 1, rank=number)
+    made = OpenRequest(NAMES[number], [number], params, 0, "", None, 1)
     made.attempt, made.emitted, made.finished = request[0], list(request[1]), request[2]
     return made
 
 
 def requests_of(client: Any, before: tuple[Request | None, ...]) -> tuple[Request | None, ...]:
     after = list(before)
-    for made in client._open.values():
+    for made in client.open.values():
         emitted = tuple(made.emitted)
         assert emitted == tuple(range(len(emitted))), f"request {made.request_id} has {emitted}"
         number = made.prompt_token_ids[0]
@@ -143,7 +144,7 @@ def received(
 
     def deliver(rank: int, load: int, outputs: list[RequestOutput]) -> None:
         try:
-            client._deliver("", 0, rank, load, outputs)
+            client._deliver("", rank, load, outputs)
         except BaseException as error:  # the receiver only logs errors
             errors.append(error)
 
@@ -161,10 +162,10 @@ def submitted(
     captured: dict[int, list[bytes]] = {}
     client = client_of(requests, captured, epoch)
     for number in numbers:
-        made = next(r for r in client._open.values() if r.prompt_token_ids[0] == number)
+        made = next(r for r in client.open.values() if r.prompt_token_ids[0] == number)
         if made.finished:
             continue
-        client._submit_again(made)
+        client._resubmit(made)
     messages = tuple((rank, data) for rank, sent in captured.items() for data in sent)
     return requests_of(client, requests), messages
 

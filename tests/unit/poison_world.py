@@ -7,8 +7,10 @@ ends ranks is in the step. Then all ranks form the next epoch, and each ingress 
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any
+from zlib import crc32
 
 from cluster.client.open_request import OpenRequest
+from cluster.client.router import RankLoad
 from cluster.client.suspects import Suspects, turn
 from kernels.pending import Pending
 from tests.unit.schedulers import make_scheduler
@@ -72,7 +74,8 @@ class World:
         """Send a request to a rank."""
         length, tokens = self.chance.randint(4, 40), self.chance.randint(8, 60)
         params = SamplingParams(max_tokens=tokens)
-        self._submit(ingress, OpenRequest(name, [1] * length, params, 0, "", None, 1))
+        prompt = [*[1] * (length - 1), crc32(name.encode()) >> 1]  # another one for each request
+        self._submit(ingress, OpenRequest(name, prompt, params, 0, "", None, 1))
 
     def run(self, num_failures: int, every: tuple[int, int] | None) -> None:
         """Run until so many failures have happened; by chance, `every` so many steps of the ranks, if given."""
@@ -111,7 +114,7 @@ class World:
     def _submit(self, ingress: int, request: OpenRequest) -> None:
         request.begin_attempt()
         rank = self.chance.choice(RANKS)
-        request.place = (0, rank)
+        request.load = RankLoad((0, rank))
         self.ingresses[ingress].open[request.wire_id] = request
         self.engines[rank].submit(replace(request.to_engine(), ingress_id=str(ingress)))
 

@@ -10,6 +10,7 @@ import ray.exceptions
 
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.supervisor.group import Group
+from cluster.supervisor.group_spec import GroupSpec
 from cluster.supervisor.placement import PlacementError, RankLocation
 from kernels.interface.config import KernelsConfig
 from kernels.routing.expert_map import STANDBY
@@ -76,7 +77,13 @@ class FakeRank:
 
     async def describe(self) -> dict[str, Any]:
         await self._note("describe")
-        at = {"node_id": self.node_id, "address": self.address, "pid": 1, "gpu_ids": []}
+        at = {
+            "node_id": self.node_id,
+            "address": self.address,
+            "pid": 1,
+            "started": 0,
+            "gpu_ids": [],
+        }
         inbox = StreamAddress(f"inbox {self.rank}", b"")
         return {**at, "inbox": inbox, "versions": self.versions}
 
@@ -318,16 +325,20 @@ def phalanx_config(num_ranks: int = 2, **serve: Any) -> PhalanxConfig:
     )
 
 
+def group_spec(num_ranks: int = 2, name: str = "app", num_nodes: int = 1) -> GroupSpec:
+    return GroupSpec(name, "generate", "tiny", rank_config(num_ranks, num_nodes=num_nodes))
+
+
 def fake_group(
-    num_ranks: int = 2, num_nodes: int = 1, **options: Any
+    num_ranks: int = 2, num_nodes: int = 1, *, name: str = "app", **options: Any
 ) -> tuple[Group, list[FakeRank], FakeLauncher]:
     """A group over fake ranks, the ranks, and the launcher; `options` go to the group."""
     ranks = [FakeRank(rank) for rank in range(num_ranks)]
-    config = rank_config(num_ranks, num_nodes=num_nodes)
+    spec = group_spec(num_ranks, name, num_nodes)
     for rank in ranks:
-        rank.node_id = f"node {config.dims.node(rank.rank)}"
+        rank.node_id = f"node {spec.ranks.dims.node(rank.rank)}"
     launcher = FakeLauncher(ranks)
-    group = Group("app", config, launcher, **{"start_timeout_s": 5.0, **options})
+    group = Group(spec, launcher, **{"start_timeout_s": 5.0, **options})
     launcher.group = group
     return group, ranks, launcher
 

@@ -24,7 +24,7 @@ class Proxy:
         self._corrupted: int | None = None
         self.num_connections = 0
         self.num_held = [0, 0]
-        """Bytes of each direction that the proxy has taken last, or holds."""
+        """Bytes of each direction that the proxy holds."""
 
     async def start(self) -> StreamAddress:
         self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
@@ -93,4 +93,5 @@ class Proxy:
                     writer.write(bytes(held))
                     await writer.drain()
                 held.clear()
+                self.num_held[direction] = 0
         writer.close()

@@ -11,16 +11,18 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.config import changes
+from cluster.config import changes, load
+from cluster.config.api_keys import KeyDigests
 from cluster.config.changes import RESTART, SCALE, ChangeRefusedError, changed_config
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
+from cluster.config.phalanx_config import json_schema
 from cluster.errors import BadRequestError
 from cluster.supervisor import supervisor
 from tests.unit.api_fakes import Api, assert_error, tiny_checkpoint
 from tests.unit.client_scene import run, scene, use_fakes
 from tests.unit.ray_fakes import rank_config, until
-from tests.unit.test_auth import DIGESTS, KEYS, bearer
+from tests.unit.test_auth import ACCEPTED, KEYS, OPERATOR_KEY, bearer
 
 BODIES: dict[str, dict[str, Any]] = {
     "drain": {"timeout_s": 3},
@@ -30,36 +32,56 @@ BODIES: dict[str, dict[str, Any]] = {
 CALLS = {"drain": 3, "scale": 4, "restart": ["scheduler.max_num_seqs=8"]}
 
 
+OPERATOR = bearer(OPERATOR_KEY)
+OPERATORS = KeyDigests(operators=ACCEPTED.operators)
+
+
+def operate(api: Api, operation: str, body: Any) -> httpx.Response:
+    return api.request("POST", f"/admin/{operation}", json=body, headers=OPERATOR)
+
+
+@pytest.mark.parametrize("keys", [ACCEPTED, OPERATORS], ids=["with-clients", "alone"])
 @pytest.mark.parametrize("operation", BODIES)
-def test_operations_of_this_machine_need_no_key(operation):
-    api = Api()
-    assert api.post(f"/admin/{operation}", BODIES[operation]).status_code == 200
+def test_operators_have_a_key_of_their_own(operation, keys):
+    api = Api(keys=keys)
+    assert operate(api, operation, BODIES[operation]).status_code == 200
     assert api.backend.operations == [(operation, CALLS[operation])]
 
 
 @pytest.mark.parametrize("operation", BODIES)
-def test_operations_need_a_key_where_there_are_keys(operation):
-    api = Api(api_key_digests=DIGESTS)
-    assert_error(api.post(f"/admin/{operation}", BODIES[operation]), 401, "invalid_api_key")
+def test_a_call_may_name_a_group(operation):
+    api = Api(keys=OPERATORS)
+    assert operate(api, operation, BODIES[operation] | {"group": "b"}).status_code == 200
+    assert api.backend.operations == [(operation, CALLS[operation], "b")]
+    assert_error(operate(api, operation, BODIES[operation] | {"group": 1}), 400)
+
+
+@pytest.mark.parametrize("keys", [ACCEPTED, OPERATORS], ids=["with-clients", "alone"])
+@pytest.mark.parametrize("operation", BODIES)
+def test_no_other_key_operates(operation, keys):
+    api = Api(keys=keys)
+    path, body = f"/admin/{operation}", BODIES[operation]
+    refused = api.post(path, body)
+    assert_error(refused, 401, "invalid_api_key")
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert_error(api.request("POST", path, json=body, headers=bearer("wrong")), 401)
+    answer = api.request("POST", path, json=body, headers=bearer(KEYS[0]))
+    assert answer.status_code == (403 if keys.clients else 401)
     assert api.backend.operations == []
-    headers = bearer(KEYS[1])
+
+
+@pytest.mark.parametrize("keys", [KeyDigests(), KeyDigests(clients=ACCEPTED.clients)])
+@pytest.mark.parametrize("operation", BODIES)
+def test_without_a_key_of_operators_their_routes_are_off(operation, keys):
+    api = Api(keys=keys)
+    headers = bearer(KEYS[0])
     answer = api.request("POST", f"/admin/{operation}", json=BODIES[operation], headers=headers)
-    assert answer.status_code == 200 and api.backend.operations
-
-
-@pytest.mark.parametrize("address", ["10.0.0.7", "2001:db8::1", "testclient"])
-def test_without_keys_other_machines_are_refused(address, monkeypatch):
-    api = Api()
-
-    def client() -> httpx.AsyncClient:
-        transport = httpx.ASGITransport(app=api.app, client=(address, 1))
-        return httpx.AsyncClient(transport=transport, base_url="http://test")
-
-    monkeypatch.setattr(api, "client", client)
-    for operation, body in BODIES.items():
-        error = assert_error(api.post(f"/admin/{operation}", body), 403, "forbidden")
-        assert "PHALANX_API_KEY" in error["message"]
+    assert "PHALANX_OPERATOR_KEY" in assert_error(answer, 403, "forbidden")["message"]
     assert api.backend.operations == []
+
+
+def test_with_keys_of_operators_alone_clients_need_none():
+    assert Api(keys=OPERATORS).complete().status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -74,19 +96,20 @@ def test_without_keys_other_machines_are_refused(address, monkeypatch):
     ],
 )
 def test_wrong_bodies(operation, body, param):
-    api = Api()
-    assert assert_error(api.post(f"/admin/{operation}", body), 400)["param"] == param
+    api = Api(keys=ACCEPTED)
+    assert assert_error(operate(api, operation, body), 400)["param"] == param
     assert api.backend.operations == []
 
 
 def test_a_change_that_is_impossible_is_answered_with_its_reason():
-    assert "no free CPU" in assert_error(Api().post("/admin/scale", {"ranks": 9}), 400)["message"]
+    answer = operate(Api(keys=ACCEPTED), "scale", {"ranks": 9})
+    assert "no free CPU" in assert_error(answer, 400)["message"]
 
 
 def test_a_page_of_another_origin_cannot_operate():
     body = json.dumps({"ranks": 2}).encode()
-    headers = {"content-type": "text/plain"}
-    api = Api()
+    headers = {"content-type": "text/plain", **OPERATOR}
+    api = Api(keys=ACCEPTED)
     assert_error(api.request("POST", "/admin/scale", content=body, headers=headers), 415)
     assert api.backend.operations == []
 
@@ -112,12 +135,42 @@ def test_settings_of_rank_processes_can_change(config):
         (["serve.port=1234"], RESTART, "serve.port"),
         (["model.max_model_len=64"], RESTART, "model.max_model_len"),
         (["cluster.ranks=3"], RESTART, "cluster.ranks"),
+        (["model.weights=dummy"], RESTART, "model.weights"),
+        (["kernels.cache=/tmp/x"], RESTART, "kernels.cache"),
+        (["kernels={cache: /tmp/x}"], RESTART, "kernels.cache"),
+        (["model.path=/tmp/x"], RESTART, "model.path"),
+        (["serve.chat_template=/etc/passwd"], RESTART, "serve.chat_template"),
         (["cluster.ranks=3", "overlap.mode=off"], SCALE, "overlap.mode"),
     ],
 )
 def test_other_settings_cannot(config, settings, allowed, key):
     with pytest.raises(ChangeRefusedError, match=f"a running server cannot change {key};"):
         changed_config(config, settings, allowed)
+
+
+def test_a_refused_setting_is_not_loaded_before(config, monkeypatch):
+    monkeypatch.setattr(load.hub, "fetch_description", lambda *_: pytest.fail("fetched"))
+    with pytest.raises(ChangeRefusedError, match=r"model\.path"):
+        changed_config(config, ["model.path=evil/model", "model.revision=main"], RESTART)
+
+
+def test_no_setting_of_restart_can_name_a_path_or_code():
+    """Free text may be a path; the settings that HTTP can change are numbers, switches and names from a list."""
+    schema = json_schema()
+
+    def texts(node: Any, key: str) -> Iterator[str]:
+        if "$ref" in node:
+            node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+        if node.get("type") == "string" and "enum" not in node and "const" not in node:
+            yield key
+        for part in node.get("anyOf", ()):
+            yield from texts(part, key)
+        for name, part in node.get("properties", {}).items():
+            yield from texts(part, f"{key}.{name}" if key else name)
+
+    free = list(texts(schema, ""))
+    assert "kernels.cache" in free and "model.path" in free
+    assert not [k for k in free if any(k == name or k.startswith(f"{name}.") for name in RESTART)]
 
 
 def test_wrong_settings_are_named(config):
@@ -216,12 +269,13 @@ def test_the_commands(server, monkeypatch):
     url, seen = server
     monkeypatch.setenv("MY_KEY", "secret")
     invoke = CliRunner().invoke
+    monkeypatch.setenv("PHALANX_OPERATOR_KEY", "operator")
     assert invoke(app, ["scale", "4", url, "--api-key-env", "MY_KEY"]).output == "done\n"
     assert invoke(app, ["drain", url, "--timeout", "3"]).exit_code == 0
     settings = ["--set", "cache.block_size=32", "--set", "overlap.mode=off"]
     assert invoke(app, ["restart", url, *settings]).exit_code == 0
     assert seen[0] == ("/admin/scale", "Bearer secret", {"ranks": 4})
-    assert seen[1][::2] == ("/admin/drain", {"timeout_s": 3.0})
+    assert seen[1] == ("/admin/drain", "Bearer operator", {"timeout_s": 3.0})
     assert seen[2][2] == {"set": ["cache.block_size=32", "overlap.mode=off"]}
     refused = invoke(app, ["scale", "9", url])
     assert refused.exit_code == 1 and "error: no free CPU" in refused.output

@@ -253,7 +253,7 @@ def test_documents_reach_the_template(monkeypatch):
     assert prompt_text(api) == "a=1;b=2;None"
     assert assert_error(api.chat(documents=["a"]), 400)["param"] == "documents.0"
     long = [{"title": "t", "text": "x" * 900}]
-    api = Api(inline_tokenize_chars=50)  # rendered in a thread
+    api = Api(inline_body_bytes=50)  # rendered in a thread
     assert api.chat(documents=long).status_code == 200
     assert prompt_text(api).startswith("t=xxx")
 

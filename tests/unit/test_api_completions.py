@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.api.request.generation_factory import choice_seed
-from tests.unit.api_fakes import IM_END, MODEL, Api, FakeBackend, events, says, usage
+from tests.unit.api_fakes import IM_END, MODEL, Api, FakeBackend, assert_error, events, says, usage
 
 
 def sent(backend):
@@ -233,7 +233,15 @@ def test_parameters_that_are_switched_off_are_accepted(neutral):
     assert Api().complete(**neutral).status_code == 200
 
 
-def test_long_prompt_is_tokenised_in_a_thread_with_the_same_result():
-    api = Api(FakeBackend(max_model_len=10_000, max_request_tokens=10_000), inline_tokenize_chars=9)
-    api.complete("x" * 5000)
-    assert sent(api.backend)[0][0] == list(b"x" * 5000)
+@pytest.mark.parametrize("place", ["thread", "process"])
+def test_a_large_body_is_prepared_elsewhere_with_the_same_result(place):
+    limits = {"inline_body_bytes": 9} | ({"thread_body_bytes": 9} if place == "process" else {})
+    api = Api(FakeBackend(max_model_len=10_000, max_request_tokens=10_000), **limits)
+    fields = {"n": 2, "seed": 1, "stop": ["z"], "logprobs": 1, "echo": True, "user": "me"}
+    whole = api.complete("x" * 5000, **fields).json()
+    inline = Api(FakeBackend(max_model_len=10_000, max_request_tokens=10_000))
+    assert whole["choices"] == inline.complete("x" * 5000, **fields).json()["choices"]
+    assert sent(api.backend) == sent(inline.backend)
+    assert assert_error(api.complete("x", stop=[""]), 400)["param"] == "stop"
+    error = assert_error(api.complete("x" * 20_000), 400, "context_length_exceeded")
+    assert "20000 tokens" in error["message"]

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from cluster.api.routes.readiness import PROBE_PRIORITY
+from cluster.config.api_keys import KeyDigests
 from cluster.errors import EngineDeadError
 from cluster.supervisor.status import GroupStatus
 from tests.unit.api_fakes import MODEL, Api, FakeBackend, assert_error, tiny_tokenizer
@@ -37,7 +38,11 @@ class Ranks(FakeBackend):
     async def rank_stats(self):
         self.steps += 1
         return [
-            {"steps": self.steps, "idle_steps": 0 if rank in self.moving else self.steps}
+            {
+                "rank": rank,
+                "steps": self.steps,
+                "idle_steps": 0 if rank in self.moving else self.steps,
+            }
             for rank in range(3)
         ]
 
@@ -85,12 +90,15 @@ def test_tokens_of_real_requests_prove_their_rank():
 def test_a_group_that_does_not_serve_is_not_ready_and_gets_no_probe(state, reason):
     api = Api(Ranks())
     status = GroupStatus(state=state, stage="weights", error="rank 1: its process died")
-    api.backend.group_states = [GroupStatus(state="serving").to_json(), status.to_json()]
+    failed = GroupStatus(state="failed", error="rank 0: its process died")
+    api.backend.group_states = [status.to_json(), failed.to_json()]
     answer = api.get("/ready")
     error = assert_error(answer, 503, "engine_unavailable")
     assert error["message"].startswith(reason) and "rank 1: its process died" in error["message"]
     assert answer.json()["groups"] == api.backend.group_states
     assert int(answer.headers["retry-after"]) > 0 and not api.backend.requests
+    api.backend.group_states[1] = GroupStatus(state="serving").to_json()
+    assert api.get("/ready").status_code == 200, "the other group takes the requests"
 
 
 def test_ready_without_a_supervisor_judges_by_the_tokens():
@@ -280,7 +288,7 @@ def test_other_origins_are_not_invited_unless_configured():
 
 
 def test_configured_origins_may_call_even_when_a_key_is_needed():
-    api = Api(cors_origins=("https://chat.example",), api_key_digests=(b"x" * 32,))
+    api = Api(cors_origins=("https://chat.example",), keys=KeyDigests(clients=(b"x" * 32,)))
     preflight = {
         **ORIGIN,
         "access-control-request-method": "POST",

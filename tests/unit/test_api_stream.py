@@ -240,15 +240,15 @@ def called(delta: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def parsed(monkeypatch):
     """Every chat choice gets a parser."""
-    chat = GenerationFactory.chat
+    make = GenerationFactory.generation
 
-    async def with_parser(self, request, backend, headers):
-        generation = await chat(self, request, backend, headers)
+    async def with_parser(self, draft, backend, sender):
+        generation = await make(self, draft, backend, sender)
         for choice in generation.choices:
             choice.parser = MessageParser(calls=Bracketed())
         return generation
 
-    monkeypatch.setattr(GenerationFactory, "chat", with_parser)
+    monkeypatch.setattr(GenerationFactory, "generation", with_parser)
 
 
 @pytest.mark.parametrize("size", [1, 2, 50])

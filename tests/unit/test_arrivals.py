@@ -1,6 +1,7 @@
 """Notices of the requests that a rank begins, and requests on trial: alone until their first token."""
 
 import random
+from concurrent.futures import Future
 from itertools import product
 
 import pytest
@@ -21,12 +22,15 @@ class SlowGrammars:
 
     def __init__(self) -> None:
         self.waiting: list = []
+        self.futures: list[Future] = []
 
     def ready(self, text):
         return None
 
     def compile(self, text, done):
         self.waiting.append(done)
+        self.futures.append(Future())
+        return self.futures[-1]
 
     def finish(self, compiled) -> None:
         for done in self.waiting:
@@ -175,3 +179,13 @@ def test_no_order_of_events_stops_a_rank_or_joins_a_trial_with_another_request()
         assert rank.scheduler.cache.pool.usage == 0, sequence
         for fresh in rank.together:
             assert len(fresh) <= 1 or not fresh & trials, sequence
+
+
+def test_an_abort_cancels_the_compilation():
+    rank = Rank()
+    rank.submit("a", grammar="g")
+    rank.submit("b", grammar="g")
+    rank.finish()
+    rank.engine.abort("a")
+    rank.finish()
+    assert [future.cancelled() for future in rank.grammars.futures] == [True, False]

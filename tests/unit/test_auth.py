@@ -3,13 +3,16 @@
 import pytest
 
 from cluster.config import api_keys
-from cluster.config.api_keys import ApiKeyError, digest, load_digests, read_keys_file
+from cluster.config.api_keys import ApiKeyError, KeyDigests, digest, load_digests, read_keys_file
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from tests.unit.api_fakes import Api, assert_error, tiny_checkpoint
 
 KEYS = ("first-key", "second-key")
-DIGESTS = tuple(digest(key.encode()) for key in KEYS)
+OPERATOR_KEY = "operator-key"
+ACCEPTED = KeyDigests(
+    clients=tuple(digest(key.encode()) for key in KEYS), operators=(digest(OPERATOR_KEY.encode()),)
+)
 GUARDED = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/x"),
@@ -49,7 +52,7 @@ def bearer(key: str) -> dict[str, str]:
     ],
 )
 def test_without_a_right_key_nothing_is_answered(method, path, headers):
-    api = Api(api_key_digests=DIGESTS)
+    api = Api(keys=ACCEPTED)
     response = api.request(method, path, headers=headers)
     error = assert_error(response, 401, "invalid_api_key")
     assert error["type"] == "invalid_request_error"
@@ -60,9 +63,9 @@ def test_without_a_right_key_nothing_is_answered(method, path, headers):
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", [*KEYS, OPERATOR_KEY])
 def test_each_key_opens(key, scheme):
-    api = Api(api_key_digests=DIGESTS)
+    api = Api(keys=ACCEPTED)
     headers = {"authorization": f"{scheme} {key}"}
     assert api.get("/v1/models", headers=headers).status_code == 200
     answer = api.request("POST", "/v1/completions", json={"prompt": "a"}, headers=headers)
@@ -74,7 +77,7 @@ def test_each_key_opens(key, scheme):
     "path", [*OPEN, "/docs", "/openapi.json", "/web/page.js", "/web/docs/swagger-ui.css"]
 )
 def test_probes_and_pages_need_no_key(path):
-    assert Api(api_key_digests=DIGESTS).get(path).status_code == 200
+    assert Api(keys=ACCEPTED).get(path).status_code == 200
 
 
 def test_without_keys_nobody_is_asked():
@@ -83,7 +86,7 @@ def test_without_keys_nobody_is_asked():
 
 
 def test_refusals_are_counted():
-    api = Api(api_key_digests=DIGESTS)
+    api = Api(keys=ACCEPTED)
     api.complete()
     assert "phalanx:http_requests_total{" in api.get("/metrics").text
     assert 'status="401"' in api.get("/metrics").text
@@ -91,7 +94,7 @@ def test_refusals_are_counted():
 
 def test_the_document_says_that_a_key_is_needed():
     assert "security" not in Api().get("/openapi.json").json()
-    document = Api(api_key_digests=DIGESTS).get("/openapi.json").json()
+    document = Api(keys=ACCEPTED).get("/openapi.json").json()
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
 
 
@@ -100,12 +103,23 @@ def test_keys_come_from_variable_and_file(tmp_path, monkeypatch):
     file.write_text("# those of the team\nfile-key   # of the cat\n\n  other#key\n#no\nfile-key\n")
     assert read_keys_file(str(file)) == ["file-key", "other#key", "file-key"]
     monkeypatch.delenv(api_keys.VARIABLE, raising=False)
-    assert load_digests(None) == ()
+    monkeypatch.delenv(api_keys.OPERATOR_VARIABLE, raising=False)
+    assert load_digests(None) == KeyDigests()
     monkeypatch.setenv(api_keys.VARIABLE, "")
-    assert load_digests(None) == ()
+    assert load_digests(None) == KeyDigests()
     monkeypatch.setenv(api_keys.VARIABLE, " one , two,")
-    assert load_digests(None) == (digest(b"one"), digest(b"two"))
-    assert load_digests(str(file))[2:] == (digest(b"file-key"), digest(b"other#key"))
+    monkeypatch.setenv(api_keys.OPERATOR_VARIABLE, "three")
+    both = KeyDigests(clients=(digest(b"one"), digest(b"two")), operators=(digest(b"three"),))
+    assert load_digests(None) == both
+    assert load_digests(str(file)).clients[2:] == (digest(b"file-key"), digest(b"other#key"))
+
+
+def test_a_key_of_operators_is_no_key_of_clients(monkeypatch):
+    monkeypatch.setenv(api_keys.VARIABLE, "one,two")
+    monkeypatch.setenv(api_keys.OPERATOR_VARIABLE, "two")
+    with pytest.raises(ApiKeyError, match=api_keys.OPERATOR_VARIABLE) as error:
+        load_digests(None)
+    assert "two" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -184,4 +198,4 @@ def test_check_never_shows_a_key_and_warns_of_an_open_door(yaml_path, monkeypatc
 def test_settings_do_not_show_digests():
     from cluster.api.settings import ApiSettings
 
-    assert "digest" not in repr(ApiSettings(api_key_digests=DIGESTS))
+    assert "digest" not in repr(ApiSettings(keys=ACCEPTED))

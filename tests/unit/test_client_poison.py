@@ -1,12 +1,14 @@
 """The engine client finds the requests that end ranks, and no other request suffers for them."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.errors import EngineDeadError, ServingError
-from tests.unit.client_scene import OfFakes, Scene, run, scene, use_fakes
+from cluster.client.refusals import REFUSE_S, Refusals, request_digest
+from cluster.errors import EngineDeadError, PoisonRequestError, ServingError
+from tests.unit.client_scene import PARAMS, OfFakes, Scene, run, scene, use_fakes
 from tests.unit.ray_fakes import until
 from workers.rank.step_loop import RankFailedError
 
@@ -22,7 +24,7 @@ async def begin(now: Scene, rank: int, *names: str) -> None:
     for name in names:
         await reaches(now, rank, name)
         await now.ranks[rank].emit(name, 0, 0)
-        await until(lambda name=name: now.client._open[name].begun)
+        await until(lambda name=name: now.group.open[name].begun)
 
 
 async def serve(now: Scene, rank: int, name: str, *, finish: bool = False) -> None:
@@ -43,9 +45,10 @@ async def reaches(now: Scene, rank: int, *names: str) -> None:
 
 
 async def set_aside(asked: "asyncio.Task[None]") -> None:
-    with pytest.raises(ServingError, match="set aside") as caught:
+    with pytest.raises(PoisonRequestError, match="set aside") as caught:
         await asked
     assert (caught.value.status, caught.value.code) == (500, "request_ended_ranks")
+    assert caught.value.should_retry is False
 
 
 async def fail_step(now: Scene, rank: int) -> None:
@@ -102,7 +105,7 @@ def test_a_token_clears_a_request_on_trial():
             await now.kill(1)
             await begin(now, 1, "a~3")
             await serve(now, 1, "a~3")
-            request = now.client._open["a~3"]
+            request = now.group.open["a~3"]
             assert not (request.on_trial or request.failures or request.trial_failures)
             await now.kill(1)
             await begin(now, 1, "a~4")
@@ -168,19 +171,18 @@ def test_a_rank_that_fails_at_each_request_ends_the_group():
             await reaches(now, 1, *"abcdefgh")
             await begin(now, 1, *"abcdefgh")
             failures = 0
-            while not now.client._healths[0].ended:
+            while not now.group.health.ended:
                 await now.kill(1)
                 failures += 1
-                rank, old = now.ranks[1], now.client._groups[0].epoch
+                rank, old = now.ranks[1], now.group.epoch
                 await until(
                     lambda rank=rank, old=old: (
-                        now.client._healths[0].ended
-                        or (now.client._serving.is_set() and now.client._groups[0].epoch > old)
+                        now.group.health.ended or (now.group.reachable and now.group.epoch > old)
                     )
                 )
-                if now.client._healths[0].ended:
+                if now.group.health.ended:
                     break
-                tried = [n for n, r in now.client._open.items() if r.on_trial]
+                tried = [n for n, r in now.group.open.items() if r.on_trial]
                 await begin(now, 1, tried[0])
                 assert failures < 30
             found = await asyncio.gather(*asked, return_exceptions=True)
@@ -206,5 +208,59 @@ def test_two_ranks_that_die_at_once_are_judged_apart():
             await serve(now, 0, "a~2", finish=True)
             await serve(now, 1, "b~2", finish=True)
             await asyncio.gather(*asked)
+
+    run(scenario())
+
+
+def test_a_request_that_ended_ranks_is_refused_when_its_client_sends_it_again():
+    """Three attempts of one body ended nine ranks, and then the server."""
+
+    async def scenario() -> None:
+        async with scene() as now:
+            poison = now.ask("a", rank=1)
+            copy = asyncio.create_task(
+                anext(now.client.generate("copy", [1, 2, 1], PARAMS, rank=0))
+            )
+            for attempt in ("a", "a~2", "a~3"):
+                await begin(now, 1, attempt)
+                await now.kill(1)
+            await set_aside(poison)
+            await set_aside(copy)
+            epoch = now.group.epoch
+            for attempt in range(3):
+                again = replace(PARAMS, seed=attempt)  # which the server draws anew
+                with pytest.raises(PoisonRequestError):
+                    await anext(now.client.generate(f"b{attempt}", [1, 2, 1], again))
+            longer = now.client.generate("c", [1, 2, 1], replace(PARAMS, max_tokens=9), rank=0)
+            other = asyncio.create_task(anext(longer))
+            await now.ranks[0].emit("c", 0, 1, finish=True)
+            assert (await other).token_ids == [100] and now.group.epoch == epoch == 3
+            await longer.aclose()
+            assert now.outstanding == (0, 0)
+
+    run(scenario())
+
+
+def test_a_digest_is_refused_for_a_time():
+    now = 0.0
+    subject = Refusals(lambda: now)
+    subject.check([1, 2], PARAMS)
+    subject.add(request_digest([1, 2], PARAMS))
+    subject.check([1, 2, 3], PARAMS)
+    subject.check([1, 2], replace(PARAMS, stop_token_ids=frozenset({7})))
+    with pytest.raises(PoisonRequestError):
+        subject.check([1, 2], PARAMS)
+    now += REFUSE_S
+    subject.check([1, 2], PARAMS)
+
+
+def test_a_digest_is_refused_by_all_ingresses():
+    async def scenario() -> None:
+        async with scene() as now:
+            await now.supervisor.refuse(request_digest([1, 2], PARAMS))
+            refused = now.client._refusals
+            await until(lambda: bool(refused._until))
+            with pytest.raises(PoisonRequestError):
+                await anext(now.client.generate("a", [1, 2], PARAMS))
 
     run(scenario())

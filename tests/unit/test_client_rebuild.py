@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.client import engine_client
+from cluster.client import group_client
 from cluster.errors import EngineDeadError
 from tests.unit.client_scene import PARAMS, OfFakes, run, scene, use_fakes
 from tests.unit.ray_fakes import rank_config, until
@@ -30,7 +30,7 @@ def test_requests_go_on_in_the_next_epoch():
             await now.ranks[1].emit("b", 0, 3)
             await until(lambda: (len(now.answers["a"]), len(now.answers["b"])) == (2, 3))
             await until(lambda: "c" in now.ranks[1].requests)
-            old = now.client._lease_id
+            old = now.group.lease_id
             await now.kill(1)
             await until(lambda: "b~2" in now.ranks[1].requests)
             assert now.supervisor.launcher.replaced == [1]
@@ -47,9 +47,9 @@ def test_requests_go_on_in_the_next_epoch():
                 name: list(range(100, 100 + n)) for name, n in zip("abc", (3, 5, 1), strict=True)
             }
             assert now.answers == counts and now.outstanding == (0, 0)
-            assert now.client._lease_id != old
+            assert now.group.lease_id != old
             leases = now.supervisor._leases._leases
-            await until(lambda: list(leases) == [now.client._lease_id])
+            await until(lambda: list(leases) == [now.group.lease_id])
             assert not now.ranks[0].aborted, "an epoch that has ended needs no abort"
 
     run(scenario())
@@ -81,7 +81,7 @@ def test_a_new_request_waits_for_the_rebuild():
         async with scene() as now:
             now.ranks[0].hang.add("leave_epoch")
             await now.kill(1)
-            await until(lambda: not now.client._serving.is_set())
+            await until(lambda: not now.group.reachable)
             asked = now.ask("a", rank=1)
             assert now.client.health() == (True, "")
             await until(lambda: "a" in now.ranks[1].requests)
@@ -98,7 +98,7 @@ def test_a_new_request_is_refused_after_a_limit(limit_s):
         async with scene(limits={"rebuild_wait_s": limit_s}) as now:
             now.ranks[0].hang.add("leave_epoch")
             await now.kill(1)
-            await until(lambda: not now.client._serving.is_set())
+            await until(lambda: not now.group.reachable)
             with pytest.raises(
                 EngineDeadError, match=r"\(serve.limits.rebuild_wait_s\): rank 1: its process died"
             ) as caught:
@@ -116,7 +116,7 @@ def test_a_client_that_leaves_during_a_rebuild_is_not_submitted_again():
             await until(lambda: len(now.ranks[0].requests) == 2)
             now.ranks[0].hang.add("leave_epoch")
             await now.kill(1)
-            await until(lambda: not now.client._serving.is_set())
+            await until(lambda: not now.group.reachable)
             leaves.cancel()
             await asyncio.wait([leaves])
             await until(lambda: "a~2" in now.ranks[0].requests)
@@ -146,7 +146,7 @@ def test_a_rebuild_that_fails_ends_every_request_with_its_reason():
 
 def test_a_rank_that_cannot_be_reached_is_tried_again(monkeypatch):
     """Between the end of a rebuild and the opening of the streams a rank may refuse."""
-    monkeypatch.setattr(engine_client, "RETRY_S", 0.01)
+    monkeypatch.setattr(group_client, "RETRY_S", 0.01)
 
     async def scenario() -> None:
         async with scene() as now:
@@ -169,7 +169,7 @@ def test_requests_go_on_with_another_number_of_ranks():
 
     async def scenario() -> None:
         async with scene() as now:
-            (subject,) = now.supervisor._groups
+            (subject,) = now.supervisor._pool.groups
             first, second = now.ask("a", rank=0), now.ask("b", rank=1)
             await now.ranks[1].emit("b", 0, 2)
             await until(lambda: len(now.answers["b"]) == 2 and "a" in now.ranks[0].requests)

@@ -102,8 +102,8 @@ async def play(now: Scene, answer: "asyncio.Task[Any]", size: int) -> list[Engin
     def next_turn() -> bool:
         """Whether each open request is in its rank, in the present epoch."""
         here = {name for rank in now.ranks for name in rank.requests}
-        in_epoch = now.client._groups[0].epoch == epoch and now.client._serving.is_set()
-        return answer.done() or (in_epoch and bool(here) and set(now.client._open) <= here)
+        in_epoch = now.group.epoch == epoch and now.group.reachable
+        return answer.done() or (in_epoch and bool(here) and set(now.group.open) <= here)
 
     while True:
         await until(next_turn)
@@ -123,7 +123,7 @@ async def play(now: Scene, answer: "asyncio.Task[Any]", size: int) -> list[Engin
 
 def arrived(now: Scene, expected: dict[str, int]) -> bool:
     """Whether the client has so many tokens of each request, or needs no more."""
-    requests = now.client._open
+    requests = now.group.open
     return all(n not in requests or len(requests[n].emitted) == k for n, k in expected.items())
 
 
@@ -137,7 +137,7 @@ async def ask(path: str, body: dict[str, Any], size: int) -> tuple[Any, list[Eng
             seen = await play(now, answer, size)
             response = await answer
         assert response.status_code == 200, response.text
-        assert now.outstanding == (0, 0) and not now.client._open
+        assert now.outstanding == (0, 0) and not now.group.open
     if body.get("stream"):
         return joined(response.text), seen
     return without_ids(response.json()), seen

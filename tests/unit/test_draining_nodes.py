@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.supervisor import group, launcher, lost_nodes, placement, supervisor
+from cluster.supervisor import group, launcher, lost_nodes, placement, relocation, supervisor
 from cluster.supervisor.launcher import RankLauncher
 from kernels.routing.expert_map import STANDBY
 from tests.unit.ray_fakes import rank_config, until
@@ -20,7 +20,7 @@ from tests.unit.test_supervisor import end, serving
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "STOP_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(group, "GROW_S", 0.01)
+    monkeypatch.setattr(relocation, "GROW_S", 0.01)
     monkeypatch.setattr(lost_nodes, "POLL_S", 0.001)
     monkeypatch.setattr(lost_nodes, "ROOM_WAIT_S", 0.02)
 
@@ -110,7 +110,7 @@ def test_the_server_drains_before_a_node_without_a_successor_ends(
         subject = await serving()
         subject.launcher.drained[0] = 3.0
         assert await subject.drain_requested() == 3.0
-        assert subject._groups[0].health.state == "draining"
+        assert subject._pool.groups[0].health.state == "draining"
         assert "no other node has room" in caplog.text
         await end(subject)
 

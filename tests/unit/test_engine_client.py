@@ -8,8 +8,8 @@ from ray.exceptions import ActorDiedError
 
 from cluster.client.engine_client import EngineClient
 from cluster.errors import EngineDeadError
-from cluster.supervisor import supervisor
-from tests.unit.client_scene import PARAMS, OfFakes, run, scene, use_fakes
+from cluster.supervisor import actor
+from tests.unit.client_scene import PARAMS, OfFakes, end_tasks, run, scene, use_fakes
 from tests.unit.ray_fakes import FakeHandle, phalanx_config, until
 
 
@@ -76,13 +76,13 @@ def test_a_lost_lease_costs_no_token(caplog):
             await now.ranks[0].emit("a", 0, 3)
             await until(lambda: now.answers["a"] == [100, 101, 102])
             await until(lambda: "b" in now.ranks[1].requests)
-            old = now.client._lease_id
+            old = now.group.lease_id
             now.expire_leases()
             await until(lambda: "a~2" in now.ranks[0].requests)
             await until(lambda: "b~2" in now.ranks[1].requests)
             again = now.ranks[0].requests["a~2"]
             assert again.emitted_token_ids == [100, 101, 102]
-            assert again.ingress_id == now.client._lease_id != old
+            assert again.ingress_id == now.group.lease_id != old
             other = now.ranks[1].requests["b~2"]
             assert (other.cache_salt, other.priority, other.emitted_token_ids) == ("s", 2, [])
             assert now.outstanding == (11, 11) and now.outstanding_prefill == (3, 3)
@@ -97,7 +97,7 @@ def test_a_lost_lease_costs_no_token(caplog):
             await later
 
     run(scenario())
-    assert "the lease of this ingress has expired" in caplog.text
+    assert "a lease of this ingress has expired" in caplog.text
 
 
 def test_a_request_that_ended_during_the_stall_is_not_run_again():
@@ -108,10 +108,10 @@ def test_a_request_that_ended_during_the_stall_is_not_run_again():
             await now.ranks[0].emit("a", 0, 1)
             await first
             await now.ranks[0].emit("a", 1, 1, finish=True)
-            await until(lambda: now.client._open["a"].finished)
-            old = now.client._lease_id
+            await until(lambda: now.group.open["a"].finished)
+            old = now.group.lease_id
             now.expire_leases()
-            await until(lambda: now.client._lease_id != old)
+            await until(lambda: now.group.lease_id != old)
             assert (await anext(generator)).token_ids == [101]
             with pytest.raises(StopAsyncIteration):
                 await anext(generator)
@@ -146,7 +146,7 @@ def test_a_supervisor_that_is_gone_is_noticed():
             asked = now.ask("a", rank=0)
             await until(lambda: "a" in now.ranks[0].requests)
             now.handle.dead = True
-            now.supervisor._groups[0]._set_state("draining")  # lets the pending call return
+            now.supervisor._pool.groups[0]._set_state("draining")  # lets the pending call return
             with pytest.raises(EngineDeadError, match="the supervisor is gone: ActorDiedError"):
                 await asked
             with pytest.raises(EngineDeadError, match="the supervisor does not answer"):
@@ -183,14 +183,13 @@ def test_a_start_that_fails_is_told_with_its_reason():
     async def scenario() -> None:
         subject = OfFakes(phalanx_config())
         subject.fake_ranks[1].fail["run_stage"] = ValueError("model.safetensors is cut")
-        supervisor.get_or_create = lambda config: FakeHandle(subject)
+        actor.get_or_create = lambda config: FakeHandle(subject)
         client = EngineClient(phalanx_config())
         with pytest.raises(EngineDeadError, match=r"stage 'weights': model.safetensors is cut"):
             await client.connect()
         assert client.health() == (False, "the ranks are starting")
         await client.close()
-        for task in subject._tasks:
-            task.cancel()
+        await end_tasks(subject)
 
     run(scenario())
 
@@ -198,8 +197,9 @@ def test_a_start_that_fails_is_told_with_its_reason():
 def test_the_lease_is_given_back():
     async def scenario() -> None:
         async with scene() as now:
-            assert now.supervisor._leases.ingress_ids
+            lease = now.group.lease_id
+            assert now.supervisor._leases.of_group(0) == {lease}
         assert not now.supervisor._leases.ingress_ids
-        assert now.ranks[0].calls["close_stream"] == [(0, now.client._lease_id)]
+        assert now.ranks[0].calls["close_stream"] == [(0, lease)]
 
     run(scenario())

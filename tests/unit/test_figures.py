@@ -23,6 +23,7 @@ CLAIMS: dict[str, tuple[Claims, ...]] = {
     "docs/models.md": (pages.models, constants.models),
     "docs/offline.md": (pages.offline, constants.offline),
     "docs/operations.md": (operations.claims, constants.operations),
+    "docs/security.md": (constants.security,),
 }
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"```.*?```|<!--.*?-->", re.DOTALL)

@@ -122,6 +122,16 @@ def test_old_grammars_are_forgotten(compiler):
     assert len(compiler._compiled) <= 64
 
 
+def test_a_small_grammar_does_not_wait_for_a_large_one(compiler):
+    properties = {f"p{i}": {} for i in range(4000)}
+    node = {"json_schema": {"type": "object", "properties": properties}}
+    order: list[str] = []
+    compiler.compile(single_grammar(node), lambda _: order.append("large"))
+    compiler.compile(LLMatcher.grammar_from_regex("small"), lambda _: order.append("small"))
+    compiler.wait()
+    assert order == ["small", "large"]
+
+
 @pytest.mark.parametrize(
     "grammar", ["start: /a(/", "start: missing", '{"grammars": 5}', "start: <no>"]
 )

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from cluster.supervisor import failures, group
 from cluster.supervisor.failures import failure_message
 from kernels.interface.registry import SEAMS, backend_class
-from tests.unit.ray_fakes import FakeLauncher, FakeRank, fake_group, rank_config, until
+from tests.unit.ray_fakes import FakeLauncher, FakeRank, fake_group, group_spec, until
 from workers.rank.step_loop import PeerFailedError, RankFailedError
 from workers.stats.versions import rank_versions
 
@@ -72,7 +72,7 @@ def test_the_versions_of_a_rank_cover_every_backend():
 
 def test_locations_carry_the_addresses_of_the_nodes():
     ranks = [FakeRank(0, "fd00::1"), FakeRank(1, "fd00::1")]
-    subject = group.Group("app", rank_config(2), FakeLauncher(ranks), start_timeout_s=5.0)
+    subject = group.Group(group_spec(2), FakeLauncher(ranks), start_timeout_s=5.0)
     run(subject.start())
     assert [location.address for location in subject.status.locations] == ["fd00::1", "fd00::1"]
     assert ranks[1].calls["join_group"][0][0].host == "fd00::1"
@@ -110,7 +110,7 @@ def test_a_group_without_room_fails():
 def test_a_stage_that_takes_too_long_names_the_setting():
     ranks = [FakeRank(0)]
     ranks[0].hang.add("run_stage")
-    subject = group.Group("app", rank_config(1), FakeLauncher(ranks), start_timeout_s=0.05)
+    subject = group.Group(group_spec(1), FakeLauncher(ranks), start_timeout_s=0.05)
     run(subject.start())
     assert "cluster.start_timeout_s allows more" in subject.health.error
 

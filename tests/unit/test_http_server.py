@@ -4,19 +4,30 @@ import asyncio
 import http.client
 import json
 import socket
+import ssl
 import time
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
+from cluster.config.errors import ConfigError
+from cluster.config.load import load_config
 from cluster.config.serve_section import LimitsConfig, ServeConfig
-from cluster.ingress.http_server import HttpServer
-from tests.unit.api_fakes import Api, FakeBackend
+from cluster.ingress import http_server
+from cluster.ingress.http_server import HttpServer, connections_limit
+from tests.unit.api_fakes import Api, FakeBackend, tiny_checkpoint
 
 LIMITS = LimitsConfig(client_timeout_s=0.4, keep_alive_s=0.4)
 
 
-def with_server(talk, backend: FakeBackend | None = None, limits: LimitsConfig = LIMITS):
+def with_server(
+    talk, backend: FakeBackend | None = None, limits: LimitsConfig = LIMITS, **serve: str
+):
     """Run talk(port) in a thread against a real HTTP server of a fake engine."""
 
     async def scenario():
@@ -24,7 +35,7 @@ def with_server(talk, backend: FakeBackend | None = None, limits: LimitsConfig =
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        server = HttpServer(api.app, ServeConfig(port=port, limits=limits))
+        server = HttpServer(api.app, ServeConfig(port=port, limits=limits, **serve))
         server.start()
         try:
             return await asyncio.to_thread(talk, port)
@@ -164,3 +175,89 @@ def test_a_client_that_does_not_read_is_dropped():
 
     still_open, aborted = with_server(talk, backend)
     assert not still_open and len(aborted) == 1
+
+
+def test_connections_have_a_limit():
+    def talk(port):
+        open_ones = [connect(port) for _ in range(2)]
+        for each in open_ones:
+            each.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert each.recv(65536).startswith(b"HTTP/1.1 200 ")
+        with connect(port) as refused:
+            answer = read_all(refused)
+        open_ones.pop().close()
+        deadline = time.monotonic() + 5
+        while True:  # the server learns of the end a moment later
+            with connect(port) as again, suppress(OSError):
+                again.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+                if again.recv(65536).startswith(b"HTTP/1.1 200 "):
+                    open_ones.pop().close()
+                    return answer
+            assert time.monotonic() < deadline
+
+    answer = with_server(talk, limits=LimitsConfig(max_connections=2))
+    assert answer.startswith(b"HTTP/1.1 503 ") and "2 connections" in body_of(answer)["message"]
+
+
+def test_connections_leave_files_for_the_ranks(monkeypatch, caplog):
+    monkeypatch.setattr(http_server.resource, "getrlimit", lambda _: (1000, 1000))
+    assert connections_limit(ServeConfig()) == 750
+    limits = LimitsConfig(max_connections=900)
+    assert connections_limit(ServeConfig(limits=limits)) == 750
+    assert "max_connections = 900 is lowered to 750" in caplog.text
+    monkeypatch.setattr(http_server.resource, "getrlimit", lambda _: (2**20, 2**20))
+    assert connections_limit(ServeConfig()) == 16384
+
+
+def test_https(certificate):
+    cert, key = certificate
+
+    def talk(port):
+        connect(port).close()
+        trust = ssl.create_default_context(cafile=cert)
+        client = http.client.HTTPSConnection("localhost", port, timeout=5, context=trust)
+        client.request("GET", "/live")
+        return client.getresponse().read()
+
+    answer = with_server(talk, limits=LimitsConfig(), tls_cert_file=cert, tls_key_file=key)
+    assert answer == b'{"status":"alive"}'
+
+
+def test_wrong_certificates_are_named(certificate, tmp_path):
+    cert, key = certificate
+    model = {"path": str(tiny_checkpoint(tmp_path / "tiny"))}
+    files = {"tls_cert_file": cert, "tls_key_file": key}
+    assert load_config({"model": model, "serve": files}).serve.tls_key_file == key
+    for wrong, words in (
+        ({"tls_cert_file": cert}, "both serve.tls_cert_file and serve.tls_key_file"),
+        ({**files, "tls_cert_file": str(tmp_path / "none")}, "No such file"),
+        ({**files, "tls_key_file": cert}, "cannot be used with serve.tls_key_file"),
+    ):
+        with pytest.raises(ConfigError, match=r"serve\.tls_cert_file") as error:
+            load_config({"model": model, "serve": wrong})
+        assert words in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The files of a certificate for localhost that signs itself, and of its key."""
+    folder = tmp_path_factory.mktemp("certificate")
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(UTC)
+    cert = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "cert.pem").write_bytes(cert.public_bytes(serialization.Encoding.PEM))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return str(folder / "cert.pem"), str(folder / "key.pem")

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.supervisor.group import Group
 from tests.checkpoints.writer import make_checkpoint
 from tests.unit.hub_server import HubRepository, HubServer
-from tests.unit.ray_fakes import FakeLauncher, FakeRank, rank_config
+from tests.unit.ray_fakes import FakeLauncher, FakeRank, group_spec, rank_config
 from workers import hub
 from workers.weights.files import read_headers
 
@@ -333,7 +334,8 @@ def test_each_node_fetches_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in ranks:
         rank.node_id = rank.address
     config = config.model_copy(update={"model": model, "num_nodes": 2})
-    subject = Group("app", config, FakeLauncher(ranks), start_timeout_s=5.0)
+    spec = replace(group_spec(), ranks=config)
+    subject = Group(spec, FakeLauncher(ranks), start_timeout_s=5.0)
     asyncio.run(subject.start())
     assert subject.health.state == "serving", subject.health.error
     calls = [rank.calls["fetch_checkpoint"] for rank in ranks]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from cluster.config.api_keys import KeyDigests
 from cluster.errors import SHUTDOWN_REASON, EngineDeadError
 from cluster.ingress import ingress, settings
 from tests.unit.api_fakes import FakeBackend, tiny_tokenizer
@@ -24,7 +25,7 @@ class FakeClient(FakeBackend):
         super().__init__()
         self.replace_failed = replace_failed
         self.events: list[str] = []
-        self.failure = ""
+        self.failure = self.broken = ""
         self.drain = asyncio.Event()
         FakeClient.made.append(self)
 
@@ -33,6 +34,13 @@ class FakeClient(FakeBackend):
 
     def health(self) -> tuple[bool, str]:
         return not self.failure, self.failure
+
+    def check(self) -> None:
+        if self.broken:
+            raise EngineDeadError(self.broken)
+
+    def fail(self, error: BaseException) -> None:
+        self.broken = str(error)
 
     async def drain_requested(self) -> float:
         await self.drain.wait()
@@ -77,7 +85,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def replica(*, listen: bool) -> Any:
     subject = IngressClass.__new__(IngressClass)
-    await subject.__init__(phalanx_config(), listen=listen, api_key_digests=())
+    keys = KeyDigests()
+    await subject.__init__(phalanx_config(), listen=listen, keys=keys, environment={})
     return subject
 
 
@@ -117,6 +126,10 @@ def test_under_the_launcher_only_the_http_server_counts():
         assert not client.replace_failed, "the launcher shows why the first supervisor failed"
         client.failure = "rank 1: its process died"
         subject.check_health()
+        client.broken = "a task has ended"
+        with pytest.raises(EngineDeadError, match="a task has ended"):
+            subject.check_health()
+        client.broken = ""
         subject._server.broken = True
         with pytest.raises(RuntimeError, match="HTTP server"):
             subject.check_health()

@@ -14,11 +14,12 @@ from cluster.commands import start
 from cluster.commands.serve import _delete_application
 from cluster.commands.start import RankStart
 from cluster.commands.stop_signals import StopSignals
+from cluster.config.api_keys import KeyDigests
 from cluster.config.examples import DEMO
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.ingress import ingress
-from cluster.supervisor import launcher, supervisor
+from cluster.supervisor import actor, launcher
 from cluster.supervisor.group import GroupHealth
 from tests.unit.ray_fakes import rank_config
 from workers.rank.process_group import host_store
@@ -40,7 +41,7 @@ def test_the_node_of_an_ingress(
     monkeypatch: pytest.MonkeyPatch, listen: bool, overrides: tuple[str, ...], pinned: bool
 ) -> None:
     monkeypatch.setattr(ingress, "node_address", lambda: "192.0.2.7")
-    app: Any = ingress.deploy(joined(*overrides), listen=listen, api_key_digests=())
+    app: Any = ingress.deploy(joined(*overrides), listen=listen, keys=KeyDigests())
     found = app._bound_deployment.ray_actor_options.get("resources") or {}
     assert found == ({"node:192.0.2.7": 0.001} if pinned else {})
 
@@ -49,7 +50,7 @@ def test_secrets_are_arguments_of_an_ingress(monkeypatch: pytest.MonkeyPatch) ->
     """Ray writes a runtime_env to logs that all users of a machine can read."""
     monkeypatch.setattr(ingress, "node_address", lambda: "192.0.2.7")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=secret")
-    app: Any = ingress.deploy(joined(), listen=True, api_key_digests=())
+    app: Any = ingress.deploy(joined(), listen=True, keys=KeyDigests())
     deployment = app._bound_deployment
     assert "secret" not in str(deployment.ray_actor_options)
     environment = deployment.init_kwargs["environment"]
@@ -82,7 +83,7 @@ def test_the_supervisor_runs_on_the_node_that_has_the_model(
     context = type("Context", (), {"get_node_id": lambda self: here})
     monkeypatch.setattr(ray, "remote", lambda cls: FakeActorClass())
     monkeypatch.setattr(ray, "get_runtime_context", context)
-    supervisor.get_or_create(joined())
+    actor.get_or_create(joined())
     # Ray ignores a soft affinity of actors that take no CPU.
     assert (chosen["scheduling_strategy"].node_id, chosen["scheduling_strategy"].soft) == (
         here,
@@ -98,7 +99,7 @@ def test_a_second_server_of_an_application_is_refused_and_leaves_the_first_alone
     def taken(*_: object, **__: object) -> None:
         raise ValueError("The name supervisor:phalanx (namespace=phalanx) is already taken.")
 
-    monkeypatch.setattr(supervisor, "_create", taken)
+    monkeypatch.setattr(actor, "_create", taken)
     monkeypatch.setattr(start, "start_ray", lambda config: None)
     monkeypatch.setattr(start.download, "is_needed", lambda config: False)
     monkeypatch.setattr(start, "lost_ray_process", lambda: None)
@@ -153,10 +154,30 @@ def test_an_error_with_brackets_does_not_end_the_server(
     """Errors of gloo name a source file in brackets, which rich took for markup: `phalanx serve` ended."""
     error = "vote: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
     healths = iter([GroupHealth("serving", 0, ""), GroupHealth("rebuilding", 1, error)])
-    monkeypatch.setattr(start, "ray_get", lambda call: [next(healths)])
-    idle = SimpleNamespace(remote=lambda: None)
+    monkeypatch.setattr("ray.wait", lambda calls, timeout: (calls, []))
+    monkeypatch.setattr("ray.get", lambda call: [next(healths)])
+    idle = SimpleNamespace(remote=object)
     ranks = RankStart(joined(), StopSignals(), SimpleNamespace(), serve_command.console)
     ranks.supervisor = SimpleNamespace(healths=idle)
     for _ in range(2):
         ranks.check()
     assert error in capsys.readouterr().out
+
+
+def test_a_supervisor_that_is_blocked_ends_no_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waits up to a minute for Ray's GCS, while the ranks serve."""
+    calls: list[object] = []
+    answers = iter([*[False] * start.SILENT_CHECKS, True, True])
+    monkeypatch.setattr("ray.wait", lambda calls, timeout: (calls if next(answers) else [], []))
+    monkeypatch.setattr("ray.get", lambda call: [GroupHealth("serving", 0, "")])
+    asked = SimpleNamespace(remote=lambda: calls.append(object()) or calls[-1])
+    ranks = RankStart(joined(), StopSignals(), SimpleNamespace(), serve_command.console)
+    ranks.supervisor = SimpleNamespace(healths=asked)
+    for _ in range(start.SILENT_CHECKS + 1):
+        ranks.check()
+    assert len(calls) == 1, "one call waits for its answer"
+    assert caplog.text.count("the supervisor does not answer") == 1
+    ranks.check()
+    assert len(calls) == 2

@@ -84,6 +84,7 @@ ORDER = {
         ("api/tools", "api/settings.py", "api/backend.py"),
         ("api/answer",),
         ("api/tokenizer.py",),
+        ("api/work",),
         ("api/request",),
         ("api",),
         ("ingress", "bench"),
@@ -193,7 +194,7 @@ def all_imported_modules(module: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "module",
     [
-        *("cluster.cli", "cluster.commands.serve", "cluster.app", "cluster.supervisor.supervisor"),
+        *("cluster.cli", "cluster.commands.serve", "cluster.app", "cluster.supervisor.actor"),
         *("cluster.ingress.ingress", "cluster.api.tokenizer", "workers.rank.actor"),
     ],
 )

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from cluster.supervisor import group, lost_nodes, placement
+from cluster.supervisor import group, lost_nodes, placement, relocation
 from tests.unit.ray_fakes import until
 from tests.unit.test_rebuild import Scene, run
 
@@ -12,7 +12,7 @@ from tests.unit.test_rebuild import Scene, run
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "STOP_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(group, "GROW_S", 0.01)
+    monkeypatch.setattr(relocation, "GROW_S", 0.01)
     monkeypatch.setattr(lost_nodes, "POLL_S", 0.001)
     monkeypatch.setattr(lost_nodes, "ROOM_WAIT_S", 0.02)
 

@@ -8,10 +8,12 @@ import pytest
 
 from cluster.api.messages.conversation import chat_messages
 from cluster.api.messages.fields import CountTokensRequest
-from cluster.api.messages.routes import parse_message
+from cluster.api.messages.routes import draft_message
 from cluster.api.messages.translate import chat_request
+from cluster.api.request.draft import Drafter, EngineFacts
+from cluster.api.settings import ApiSettings
 from cluster.errors import BadRequestError
-from tests.unit.api_fakes import IM_END, MODEL, Api, FakeBackend, says
+from tests.unit.api_fakes import IM_END, MODEL, Api, FakeBackend, says, tiny_tokenizer
 from tests.unit.test_tool_parsers import CALL, NOW, OTHER, ROME, tag
 
 WEATHER = {
@@ -393,5 +395,6 @@ def test_what_other_clients_send_beside_is_ignored():
 
 def test_a_missing_field_is_named_without_the_object_around_it():
     with pytest.raises(BadRequestError) as caught:
-        parse_message({"messages": [{"role": "user", "content": "x"}]})
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        draft_message(Drafter(tiny_tokenizer(), ApiSettings()), body, EngineFacts("m", 9, 9))
     assert str(caught.value) == "max_tokens: Field required"

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.config.api_keys import digest
+from cluster.config.api_keys import KeyDigests, digest
 from cluster.errors import EngineDeadError, OverloadedError
 from tests.unit.api_fakes import MODEL, Api, FakeBackend, assert_error
 
@@ -187,7 +187,7 @@ def test_other_routes_keep_their_envelope():
     assert_error(Api().chat(model="x"), 404, "model_not_found")
 
 
-KEY = {"api_key_digests": (digest(b"secret"),)}
+KEY = {"keys": KeyDigests(clients=(digest(b"secret"),))}
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,21 @@
 """Owned tasks and threads: an unexpected end reaches the owner once, the owner's own end does not."""
 
+import ast
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
 
 from kernels.host.owned import EndedError, OwnedTask, start_thread
+from tests.unit.test_layout import ROOT, SOURCES, parsed
+
+STARTS = {("asyncio", "create_task"), ("asyncio", "ensure_future"), ("threading", "Thread")}
+OWNERS = (
+    "kernels/host/owned.py",
+    "cluster/supervisor/ray_calls.py",  # a future of a Ray call, which its caller reads
+)
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 async def waits() -> None:
@@ -84,3 +93,70 @@ def test_the_error_of_a_thread_reaches_its_owner() -> None:
     start_thread(fails, found.append, "the work").join()
     start_thread(lambda: None, found.append, "the work").join()
     assert [type(error) for error in found] == [SystemExit]
+
+
+def is_start(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    module = node.func.value
+    return isinstance(module, ast.Name) and (module.id, node.func.attr) in STARTS
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Names and attributes, the part after the last dot."""
+    nodes = list(ast.walk(node))
+    names = {each.id for each in nodes if isinstance(each, ast.Name)}
+    return names | {each.attr for each in nodes if isinstance(each, ast.Attribute)}
+
+
+def targets_of(statement: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
+    return statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+
+
+def unowned(tree: ast.AST) -> Iterator[int]:
+    """Lines that start a task or thread which the function that starts it does not await itself."""
+    for function in ast.walk(tree):
+        if not isinstance(function, FUNCTIONS):
+            continue
+        waits = [node for node in ast.walk(function) if isinstance(node, ast.Await)]
+        awaited = set().union(*map(names_in, waits)) - {"self", "asyncio"}
+        at_once = {id(node) for wait in waits for node in ast.walk(wait)}
+        kept = {
+            id(node)
+            for statement in ast.walk(function)
+            if isinstance(statement, ast.Assign | ast.AnnAssign)
+            and statement.value is not None
+            and any(names_in(target) & awaited for target in targets_of(statement))
+            for node in ast.walk(statement.value)
+        }
+        for node in ast.walk(function):
+            if is_start(node) and id(node) not in at_once | kept:
+                yield node.lineno
+
+
+def test_each_task_and_thread_has_an_owner() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in SOURCES
+        if str(path.relative_to(ROOT)) not in OWNERS
+        for line in unowned(parsed(path))
+    ]
+    assert not found, f"use OwnedTask or start_thread of kernels.host.owned: {found}"
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("self._task = asyncio.create_task(work())", [2]),
+        ("asyncio.ensure_future(work())", [2]),
+        ("threading.Thread(target=work).start()", [2]),
+        ("task = asyncio.create_task(work())\n    await other()", [2]),
+        ("task = asyncio.create_task(work())\n    await asyncio.wait([task])", []),
+        ("await asyncio.wait([asyncio.ensure_future(work())])", []),
+        ("tasks = [asyncio.create_task(w) for w in works]\n    await asyncio.gather(*tasks)", []),
+        ("self._task = asyncio.create_task(work())\n    await asyncio.shield(self._task)", []),
+    ],
+)
+def test_a_task_without_an_owner_is_found(source: str, lines: list[int]) -> None:
+    tree = ast.parse(f"async def start(self):\n    {source}\n")
+    assert list(unowned(tree)) == lines

@@ -47,7 +47,7 @@ def test_enough() -> None:
 
 def test_a_rank_sees_its_own_gpu_first() -> None:
     def at(rank: int, node_id: str, *gpus: int | str) -> RankLocation:
-        return RankLocation(rank, node_id, "host", 1, gpus)
+        return RankLocation(rank, node_id, "host", 1, gpus, 0)
 
     locations = [at(0, "a", 5), at(1, "a", 4), at(2, "b", "GPU-x"), at(3, "b", "GPU-y")]
     seen = [visible_gpus(locations, own) for own in locations]
@@ -63,7 +63,7 @@ def test_a_rank_sees_its_own_gpu_first() -> None:
     [("aabb", True), ("bbaa", True), ("abab", False), ("abbb", False), ("aaaa", False)],
 )
 def test_each_node_has_one_run_of_ranks(nodes: str, fits: bool) -> None:
-    locations = [RankLocation(i, node, f"10.0.0.{i}", 1, ()) for i, node in enumerate(nodes)]
+    locations = [RankLocation(i, node, f"10.0.0.{i}", 1, (), 0) for i, node in enumerate(nodes)]
     if fits:
         verify(locations, config(4, "cpu", num_nodes=2))
         return

@@ -211,7 +211,7 @@ def test_a_supervisor_that_an_ingress_creates_during_the_end_is_ended_too(
     ended, named = [], ["own"]  # the supervisor that Ray has under the name
     monkeypatch.setattr("ray.shutdown", lambda: ended.append("ray"))
     monkeypatch.setattr(start, "lost_ray_process", lambda: None)
-    monkeypatch.setattr("cluster.supervisor.supervisor.find", lambda config: named[0])
+    monkeypatch.setattr("cluster.supervisor.actor.find", lambda config: named[0])
 
     def stop(successor: str | None) -> list[str]:
         subject = _start(SimpleNamespace(done=lambda: True))

@@ -204,9 +204,9 @@ def state(name, text="", status="completed"):
 def test_the_least_recently_used_leave_first():
     store = ResponseStore(2, 10**6)
     for name in ("a", "b"):
-        store.keep(state(name), [])
+        store.keep(state(name), b"[]")
     store.find("a")
-    store.keep(state("c"), [])
+    store.keep(state("c"), b"[]")
     assert store.find("a") and store.find("c")
     with pytest.raises(NotFoundError):
         store.find("b")
@@ -215,24 +215,24 @@ def test_the_least_recently_used_leave_first():
 def test_the_bound_of_bytes():
     store = ResponseStore(100, 10_000)
     for name in "abcdef":
-        store.keep(state(name, "x" * 3000), [])
+        store.keep(state(name, "x" * 3000), b"[]")
     with pytest.raises(NotFoundError):
         store.find("c")
     assert store.find("f") and store.find("e")
-    store.keep(state("g", "x" * 20_000), [])
+    store.keep(state("g", "x" * 20_000), b"[]")
     with pytest.raises(NotFoundError):
         store.find("g")
     assert store.num_bytes == 0
-    store.keep(state("h", "x" * 3000), [])
+    store.keep(state("h", "x" * 3000), b"[]")
     assert 3000 < store.num_bytes < 4000
-    store.keep(state("h", "x" * 1000), [])
+    store.keep(state("h", "x" * 1000), b"[]")
     assert 1000 < store.num_bytes < 2000
 
 
 def test_a_running_response_stays():
     store = ResponseStore(1, 10**6)
-    store.keep(state("a", status="in_progress"), [])
-    store.keep(state("b"), [])
+    store.keep(state("a", status="in_progress"), b"[]")
+    store.keep(state("b"), b"[]")
     assert store.find("a")
     with pytest.raises(NotFoundError):
         store.find("b")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.supervisor import group, lost_nodes, roster
+from cluster.supervisor import group, lost_nodes, relocation, roster
 from cluster.supervisor.placement import PlacementError
 from kernels.routing.expert_map import STANDBY
 from tests.unit.ray_fakes import FakeRank, rank_config, until
@@ -17,7 +17,7 @@ from workers.weights.checkpoint_files import CheckpointError
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "STOP_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(group, "GROW_S", 0.01)
+    monkeypatch.setattr(relocation, "GROW_S", 0.01)
     monkeypatch.setattr(group, "CHECKPOINT_RETRY_S", 0.01)
     monkeypatch.setattr(lost_nodes, "POLL_S", 0.001)
     monkeypatch.setattr(lost_nodes, "ROOM_WAIT_S", 0.02)

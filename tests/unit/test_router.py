@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.client.router import CHUNK, LEAD, Router
+from cluster.client.router import CHUNK, LEAD
+from tests.unit.numbered_router import Router
 
 ROOM = 1_000_000  # tokens: nothing is forgotten
 
@@ -60,14 +61,15 @@ def test_a_pinned_request_goes_where_it_is_told_and_counts():
 def test_more_released_than_picked_is_our_bug():
     router = Router([2])
     router.pick([0], 9)
-    with pytest.raises(AssertionError, match="rank 0"):
+    with pytest.raises(AssertionError, match=r"rank \(0, 0\)"):
         router.release(0, 11)
 
 
 def test_ranks_of_all_groups_are_numbered_one_after_another():
     router = Router([2, 3])
     assert [router.place(number) for number in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
-    assert [router.number(*router.place(number)) for number in range(5)] == list(range(5))
+    assert [router.number(router.place(number)) for number in range(5)] == list(range(5))
+    assert router.place(5) is None and router.num_ranks == 5
     assert sorted(router.pick([0], 1) for _ in range(5)) == list(range(5))
 
 
@@ -165,13 +167,13 @@ def test_a_prompt_that_waits_counts_more_than_tokens_that_are_computed():
     router = Router([2])
     router.pick([0] * 1000, 2000, pinned=0)
     router.pick([0] * 2000, 0, pinned=1)
-    router.begin_prefill(1, router.picked_prefill)
-    assert router.outstanding_prefill == (0, 2000)
+    router.loads[1].begin_prefill(router.picked_prefill)
+    assert [load.prefill for load in router.loads] == [0, 2000]
     assert router.pick([0], 9) == 0, "rank 1 has fewer tokens, but a prompt in front of this one"
-    router.end_prefill(1, 2000)
+    router.loads[1].end_prefill(2000)
     assert router.pick([0], 9) == 1
-    with pytest.raises(AssertionError, match="rank 1 has 0 prompt tokens"):
-        router.end_prefill(1, 1)
+    with pytest.raises(AssertionError, match=r"rank \(0, 1\) has 0 prompt tokens"):
+        router.loads[1].end_prefill(1)
 
 
 def test_what_a_rank_may_hold_of_a_prompt_is_not_to_be_computed():
@@ -196,7 +198,7 @@ def waits_of_prompts(counts_prompts: bool, seed: int) -> list[int]:
             length = 8000 if chance.random() < 0.125 else chance.randint(50, 600)
             rank = router.pick([0] * length, 200)
             if counts_prompts:
-                router.begin_prefill(rank, router.picked_prefill)
+                router.loads[rank].begin_prefill(router.picked_prefill)
             queues[rank].append([length, tick, length])
         for rank, queue in enumerate(queues):
             budget = 1000
@@ -209,7 +211,7 @@ def waits_of_prompts(counts_prompts: bool, seed: int) -> list[int]:
                     waits.append(tick - arrival)
                     decoding.append((tick + chance.randint(20, 120), rank, length + 200))
                     if counts_prompts:
-                        router.end_prefill(rank, length)
+                        router.loads[rank].end_prefill(length)
         for ended in [entry for entry in decoding if entry[0] <= tick]:
             decoding.remove(ended)
             router.release(ended[1], ended[2])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.client import group_client, stream_watch
+from cluster.client import group_streams, stream_watch
 from tests.unit import ray_fakes
 from tests.unit.client_scene import Scene, run, scene, use_fakes
 from tests.unit.ray_fakes import FakeRank, until
@@ -128,7 +128,7 @@ async def reset_under_load(now: Scene, rank: FarRank, may_end: bool) -> None:
     await until(lambda: rank.tokens.num_held[FORWARD] > 1000)
     rank.tokens.reset()
     rank.tokens.flow()
-    await until(lambda: rank.num_openings == openings + 1)
+    await until(lambda: rank.num_openings > openings)
 
 
 def test_three_resets_of_a_stalled_stream_lose_and_double_no_token(caplog) -> None:
@@ -189,7 +189,7 @@ def test_a_flow_that_a_firewall_has_dropped_is_noticed(monkeypatch, way) -> None
             proxy.drop()
             rank.may_end = True
             asked.append(now.ask("b", rank=0))
-            await until(lambda: proxy.num_connections > 1)
+            await until(lambda: proxy.num_connections > 1 or rank.num_openings > 1)
             await whole(now, asked)
 
     monkeypatch.setattr(secure_socket, "ANSWER_MS", 500)
@@ -199,7 +199,7 @@ def test_a_flow_that_a_firewall_has_dropped_is_noticed(monkeypatch, way) -> None
 
 @pytest.mark.parametrize("direction", [FORWARD, BACK])
 @pytest.mark.parametrize("way", ["tokens", "inbox_way"])
-def test_a_corrupted_message_is_refused(way, direction) -> None:
+def test_a_corrupted_message_is_refused(monkeypatch, way, direction) -> None:
     """Its connection ends. In the direction back, where pings are answered, ZeroMQ gives up the sender's socket."""
 
     async def scenario() -> None:
@@ -215,6 +215,7 @@ def test_a_corrupted_message_is_refused(way, direction) -> None:
             rank.may_end = True
             await whole(now, asked)
 
+    monkeypatch.setattr(stream_watch, "ARRIVAL_BEATS", 20)  # a busy machine is no fault
     run(scenario())
 
 
@@ -257,7 +258,7 @@ def test_a_stream_is_opened_again_once_there_are_descriptors(monkeypatch, caplog
             assert now.answers["a"] == [100, 101, 102, 103]
 
     monkeypatch.setattr(ray_fakes, "FakeRank", FakeRank)
-    monkeypatch.setattr(group_client, "RETRY_S", 0.05)
+    monkeypatch.setattr(group_streams, "RETRY_S", 0.05)
     run(scenario())
     assert "Too many open files" in caplog.text
 

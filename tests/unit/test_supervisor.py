@@ -8,18 +8,12 @@ from unittest.mock import ANY
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.supervisor import group, leases, supervisor
+from cluster.supervisor import actor, group, leases, supervisor
 from cluster.supervisor.leases import LEASE_S, SUCCESSOR_S, Leases
+from cluster.supervisor.saved_state import GroupState, PoolState
 from cluster.supervisor.status import GroupHealth
-from cluster.supervisor.supervisor import Supervisor
-from tests.unit.ray_fakes import (
-    FakeHandle,
-    FakeRank,
-    fake_group,
-    phalanx_config,
-    rank_config,
-    until,
-)
+from tests.unit.client_scene import OfFakes, end_tasks
+from tests.unit.ray_fakes import FakeHandle, FakeRank, phalanx_config, rank_config, until
 from workers.wire.token_stream import TokenReceiver
 
 
@@ -42,15 +36,16 @@ def run(coroutine: Awaitable[Any]) -> Any:
 def test_a_lease_without_heartbeats_expires_and_cannot_be_renewed():
     clock = Clock()
     subject = Leases(300.0, clock)
-    kept, lost = subject.open("a"), subject.open("b")
+    kept, lost = subject.open("a", 0), subject.open("b", 1)
     assert subject.ingress_ids == {"a", "b"} and kept != lost
     clock.now += LEASE_S - 1
-    assert subject.renew(kept) and subject.expire() == []
+    assert subject.renew(kept) and subject.expired() == []
     clock.now += 2
-    assert subject.expire() == [(lost, "b")]
+    assert subject.expired() == [(lost, "b")] and subject.of_group(1) == {lost}
+    assert subject.close(lost) == 1 and subject.close(lost) is None
     assert not subject.renew(lost) and subject.renew(kept)
     assert subject.ingress_ids == {"a"}
-    assert subject.open("b") != lost, "the streams of both leases must differ"
+    assert subject.open("b", 1) != lost, "the streams of both leases must differ"
 
 
 def test_the_first_ingress_gets_more_time_than_the_next():
@@ -60,7 +55,7 @@ def test_the_first_ingress_gets_more_time_than_the_next():
         clock.now += 299
         assert not subject.abandoned()
         subject.restart_wait()
-    lease = subject.open("a")
+    lease = subject.open("a", 0)
     clock.now += 1000
     assert not subject.abandoned()
     subject.close(lease)
@@ -69,14 +64,6 @@ def test_the_first_ingress_gets_more_time_than_the_next():
     assert not subject.abandoned()
     clock.now += 2
     assert subject.abandoned()
-
-
-class OfFakes(Supervisor):
-    """A supervisor of one group of fake ranks."""
-
-    def _create_groups(self, config: Any) -> list[Any]:
-        group, self.fake_ranks, self.launcher = fake_group(2)
-        return [group]
 
 
 @pytest.fixture(autouse=True)
@@ -91,14 +78,12 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 async def serving() -> OfFakes:
     subject = OfFakes(phalanx_config())
     await subject.start(phalanx_config())
-    await until(lambda: subject._groups[0].health.state == "serving")
+    await until(lambda: subject._pool.groups[0].health.state == "serving")
     return subject
 
 
 async def end(subject: OfFakes) -> None:
-    for task in subject._tasks:
-        task.cancel()
-    await asyncio.gather(*subject._tasks, return_exceptions=True)
+    await end_tasks(subject)
     for rank in subject.fake_ranks:
         if rank.ended is not None:
             rank.ended.cancel()
@@ -142,20 +127,21 @@ def test_an_expired_ingress_loses_its_streams_and_must_register_again(monkeypatc
 
     async def scenario() -> None:
         subject = await serving()
-        registration = await subject.register("a")
-        assert registration.groups[0].epoch == 0 and len(registration.groups[0].ranks) == 2
-        kept = (await subject.register("b")).lease_id
-        assert await subject.heartbeat("a", registration.lease_id, counts)
+        registration = await subject.register("a", 0)
+        assert registration.members.epoch == 0 and len(registration.members.ranks) == 2
+        kept = (await subject.register("b", 0)).lease_id
+        assert (await subject.heartbeat("a", [registration.lease_id], counts)).expired == []
         for _ in range(15):
             await asyncio.sleep(0.02)
-            assert await subject.heartbeat("b", kept, {})
+            assert (await subject.heartbeat("b", [kept], {})).expired == []
         closed = [rank.calls["close_stream"] for rank in subject.fake_ranks]
         assert closed == [[(0, registration.lease_id)]] * 2
-        assert not await subject.heartbeat("a", registration.lease_id, counts)
+        lost = registration.lease_id
+        assert (await subject.heartbeat("a", [lost, kept], counts)).expired == [lost]
         total = await subject.ingress_metrics("b", {})
         assert total["request_success"] == {("stop",): [3.0]}, "it must stay counted, once"
-        again = (await subject.register("a")).lease_id
-        assert again != registration.lease_id and await subject.heartbeat("a", again, counts)
+        again = (await subject.register("a", 0)).lease_id
+        assert again != lost and (await subject.heartbeat("a", [again], counts)).expired == []
         total = await subject.ingress_metrics("b", {})
         assert total["request_success"] == {("stop",): [3.0]}
         await end(subject)
@@ -172,12 +158,12 @@ def test_a_supervisor_without_ingresses_ends_itself_and_its_ranks(monkeypatch, k
 
     async def scenario() -> None:
         subject = await serving()
-        lease = (await subject.register("a")).lease_id
+        lease = (await subject.register("a", 0)).lease_id
         if fails:
             subject.fake_ranks[0].ended.set_exception(ActorDiedError())
         await asyncio.sleep(0.15)
         assert not killed or not fails
-        await subject.heartbeat("a", lease, {})
+        await subject.heartbeat("a", [lease], {})
         await subject.unregister(lease)
         for rank in subject.fake_ranks:
             if not rank.ended.done():
@@ -195,10 +181,10 @@ def test_draining_ends_when_every_ingress_has_finished():
     async def scenario() -> None:
         subject = await serving()
         for name in ("a", "b"):
-            await subject.register(name)
+            await subject.register(name, 0)
         waiting = asyncio.create_task(subject.drain_requested())
         await subject.drain(7.0)
-        assert await waiting == 7.0 and subject._groups[0].health.state == "draining"
+        assert await waiting == 7.0 and subject._pool.groups[0].health.state == "draining"
         await subject.drained("a")
         assert not await subject.is_drained()
         await subject.drained("b")
@@ -218,7 +204,7 @@ def test_a_server_of_a_killed_launcher_ends(monkeypatch, killed):
 
     async def scenario() -> None:
         subject = await serving()
-        await subject.register("a")
+        await subject.register("a", 0)
         for _ in range(10):
             await subject.launcher_heartbeat()
             await asyncio.sleep(0.05)
@@ -232,35 +218,34 @@ def test_a_server_of_a_killed_launcher_ends(monkeypatch, killed):
 
 def adopt(subject: OfFakes, launcher: Any) -> None:
     """Let a supervisor find the ranks of another launcher."""
-    subject._groups[0]._roster._launcher = launcher
-    launcher.group = subject._groups[0]
+    subject._pool.groups[0]._roster._launcher = launcher
+    launcher.group = subject._pool.groups[0]
 
 
 async def restarted(subject: OfFakes, changed: Any = None) -> OfFakes:
     """The supervisor in its next process, over the same ranks."""
-    for task in subject._tasks:
-        task.cancel()
-    await asyncio.gather(*subject._tasks, return_exceptions=True)
+    await end_tasks(subject)
     successor = OfFakes(phalanx_config())
     successor.fake_ranks, successor.launcher = subject.fake_ranks, subject.launcher
     adopt(successor, subject.launcher)
-    await successor.recover(changed)
+    await successor.recover(PoolState({"app": GroupState(0, changed)}))
     return successor
 
 
 def test_a_restarted_supervisor_finds_the_ranks_and_the_leases():
     async def scenario() -> None:
         first = await serving()
-        seen, lease = await first.healths(), (await first.register("a")).lease_id
+        seen, lease = await first.healths(), (await first.register("a", 0)).lease_id
         receiver = TokenReceiver("127.0.0.1", 0)
         for rank in first.fake_ranks:
-            await rank.open_stream(0, lease, receiver.address)
+            stream = receiver.open_stream(rank.rank)
+            await rank.open_stream(0, lease, receiver.address, stream)
         subject = await restarted(first)
         assert await subject.healths() == seen, "an ingress must notice nothing"
-        assert await subject.heartbeat("a", lease, {})
-        registration = await subject.register("b")
-        assert [info.rank for info in registration.groups[0].infos] == [0, 1]
-        assert registration.groups[0].ranks == subject.launcher.handles
+        assert (await subject.heartbeat("a", [lease], {})).expired == []
+        registration = await subject.register("b", 0)
+        assert [info.rank for info in registration.members.infos] == [0, 1]
+        assert registration.members.ranks == subject.launcher.handles
         for rank in subject.fake_ranks:
             assert len(rank.calls["start"]) == 1 and not rank.calls["leave_epoch"]
         await until(lambda: len(subject.fake_ranks[0].calls["done"]) == 2)
@@ -282,14 +267,14 @@ def test_a_restarted_supervisor_goes_on_with_the_settings_of_its_changes(monkeyp
     async def scenario() -> None:
         first = await serving()
         subject = await restarted(first, changed)
-        assert subject._present == changed and subject._config == phalanx_config()
-        assert subject._groups[0]._roster.wanted.num_ranks == 3
+        assert subject._state.of("app").config == changed
+        assert subject._pool.groups[0]._roster.wanted.num_ranks == 3
         await end(subject)
         empty = OfFakes(phalanx_config())
         empty.launcher.all = []
-        await empty.recover(changed)
-        assert empty._present == phalanx_config(), "the start begins with its own settings"
-        assert empty._groups[0]._roster.wanted.num_ranks == 2
+        await empty.recover(PoolState({"app": GroupState(-1, changed)}))
+        assert empty._state.of("app").config is None, "the start begins with its own settings"
+        assert empty._pool.groups[0]._roster.wanted.num_ranks == 2
         await end(empty)
 
     run(scenario())
@@ -298,17 +283,17 @@ def test_a_restarted_supervisor_goes_on_with_the_settings_of_its_changes(monkeyp
 def test_a_restarted_supervisor_rebuilds_a_group_that_does_not_serve():
     async def scenario() -> None:
         first = await serving()
-        first._groups[0]._rebuild_attempts = 1
+        first._pool.groups[0]._rebuild_attempts = 1
         first.launcher.handles[1].dead = True
         await first.fake_ranks[0].leave_epoch(4)
         subject = OfFakes(phalanx_config())
-        subject._groups[0]._rebuild_attempts = 1
+        subject._pool.groups[0]._rebuild_attempts = 1
         adopt(subject, first.launcher)
-        await subject.recover()
+        await subject.recover(PoolState())
         reason = "the supervisor was restarted, and rank 0, 1 did not serve"
         assert await subject.healths() == [GroupHealth("rebuilding", 4, reason)]
-        await until(lambda: subject._groups[0].health.alive)
-        assert subject._groups[0].health.epoch == 5, "rank 0 joins no epoch before 4"
+        await until(lambda: subject._pool.groups[0].health.alive)
+        assert subject._pool.groups[0].health.epoch == 5, "rank 0 joins no epoch before 4"
         kept, created = first.launcher.ranks
         assert kept is first.fake_ranks[0] and created.calls["start"] == [(5, ANY)]
         await end(first)
@@ -323,16 +308,16 @@ def test_a_supervisor_that_is_restarted_before_its_ranks_exist_starts_them():
         subject.launcher.all, kept = [], subject.launcher.all
         jobs = subject._run
         subject._run = lambda: (setattr(subject.launcher, "all", kept), jobs())
-        await subject.recover()
-        await until(lambda: subject._groups[0].health.state == "serving")
-        assert subject._groups[0].health.epoch == 0
+        await subject.recover(PoolState())
+        await until(lambda: subject._pool.groups[0].health.state == "serving")
+        assert subject._pool.groups[0].health.epoch == 0
         await end(subject)
 
     run(scenario())
 
 
 class Candidate:
-    """What `supervisor.start` sees of a supervisor."""
+    """What `actor.start` sees of a supervisor."""
 
     def __init__(self, state: str):
         self.state, self.exits = state, 0
@@ -351,7 +336,7 @@ class Candidate:
 
 def candidates(monkeypatch: pytest.MonkeyPatch, *states: str) -> list[Candidate]:
     """`get_or_create` returns the first one until it is dead, and twice more, then the next."""
-    monkeypatch.setattr(supervisor, "POLL_S", 0.001)
+    monkeypatch.setattr(actor, "POLL_S", 0.001)
     found = [Candidate(state) for state in states]
     for candidate in found:
         candidate.handle = FakeHandle(candidate)
@@ -360,30 +345,30 @@ def candidates(monkeypatch: pytest.MonkeyPatch, *states: str) -> list[Candidate]
     def get_or_create(_: Any) -> FakeHandle:
         return queue.pop(0) if queue[0].dead else queue[0]
 
-    monkeypatch.setattr(supervisor, "get_or_create", get_or_create)
+    monkeypatch.setattr(actor, "get_or_create", get_or_create)
     return found
 
 
 def test_a_failed_supervisor_is_replaced(monkeypatch):
     failed, fresh = candidates(monkeypatch, "failed", "starting")
     failed.start = None  # it would refuse other settings
-    found = run(supervisor.start(phalanx_config(), replace_failed=True)).target
+    found = run(actor.start(phalanx_config(), replace_failed=True)).target
     assert found is fresh and failed.exits == 1
 
 
 def test_a_living_supervisor_is_shared(monkeypatch):
     (subject,) = candidates(monkeypatch, "serving")
-    assert run(supervisor.start(phalanx_config(), replace_failed=True)).target is subject
+    assert run(actor.start(phalanx_config(), replace_failed=True)).target is subject
     assert not subject.exits
 
 
 def test_the_launchers_supervisor_is_never_replaced(monkeypatch):
     (subject,) = candidates(monkeypatch, "failed")
-    handle = run(supervisor.start(phalanx_config(), replace_failed=False))
+    handle = run(actor.start(phalanx_config(), replace_failed=False))
     assert handle.target is subject and not subject.exits
     subject.handle.dead = True
     with pytest.raises(ActorDiedError):
-        run(supervisor.start(phalanx_config(), replace_failed=False))
+        run(actor.start(phalanx_config(), replace_failed=False))
 
 
 def test_a_supervisor_that_cannot_be_made_is_an_error(monkeypatch):
@@ -395,6 +380,6 @@ def test_a_supervisor_that_cannot_be_made_is_an_error(monkeypatch):
         raise error
 
     broken.start = start
-    monkeypatch.setattr(supervisor, "get_or_create", lambda _: FakeHandle(broken))
+    monkeypatch.setattr(actor, "get_or_create", lambda _: FakeHandle(broken))
     with pytest.raises(ActorDiedError):
-        run(supervisor.start(phalanx_config(), replace_failed=True))
+        run(actor.start(phalanx_config(), replace_failed=True))

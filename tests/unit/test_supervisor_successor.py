@@ -16,6 +16,7 @@ class Rebuilding(OfFakes):
 
     def _create_groups(self, config: Any) -> list[Any]:
         group, self.fake_ranks, self.launcher = fake_group(2, rebuild_attempts=9)
+        self.launchers = [self.launcher]
         self.launcher.make = lambda rank: rank.hang.add("describe")
         self.clock = Clock()
         return [group]
@@ -24,8 +25,8 @@ class Rebuilding(OfFakes):
         """Serve, until the only ingress is gone."""
         self._leases = Leases(300.0, self.clock)
         await self.start(phalanx_config())
-        await until(lambda: self._groups[0].health.state == "serving")
-        await self.unregister((await self.register("a")).lease_id)
+        await until(lambda: self._pool.groups[0].health.state == "serving")
+        await self.unregister((await self.register("a", 0)).lease_id)
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +43,11 @@ def test_it_waits_while_its_group_rebuilds():
         await subject.lose_the_ingress()
         subject.launcher.handles[0].dead = True
         subject.fake_ranks[0].ended.set_exception(ActorDiedError())
-        await until(lambda: subject._groups[0].health.state == "rebuilding")
+        await until(lambda: subject._pool.groups[0].health.state == "rebuilding")
         for _ in range(4):
             subject.clock.now += SUCCESSOR_S / 2
             await until(lambda: subject._leases._missing_since == subject.clock.now)
-        assert subject._groups[0].health.state == "rebuilding"
+        assert subject._pool.groups[0].health.state == "rebuilding"
         await end(subject)
 
     run(scenario())

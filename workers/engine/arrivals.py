@@ -9,6 +9,7 @@ request on trial, or to no request. Requests keep their order. Knows nothing of 
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from workers.engine.messages import Abort, AbortIngress, CompiledRequest, Message, Refusal
 from workers.engine.open_requests import OpenRequests
@@ -48,6 +49,7 @@ class Arrivals:
         self._grammars = grammars
         self._publish, self._answer, self._enqueue = publish, answer, enqueue
         self._held: deque[EngineRequest] = deque()
+        self._compiling: dict[str, Future[None]] = {}  # by the id of the request
         self._on_trial = ""  # the last request on trial; its trial lasts while it is fresh
 
     def take(self, inbox: deque[Message]) -> None:
@@ -107,12 +109,13 @@ class Arrivals:
         else:
             if not request.on_trial:
                 self._publish(request.ingress_id, [RequestOutput(request.request_id, [])])
-            self._grammars.compile(
+            self._compiling[request.request_id] = self._grammars.compile(
                 text, lambda compiled: self._enqueue(CompiledRequest(request, compiled))
             )
 
     def _add(self, request: EngineRequest, grammar: Compiled | None) -> None:
         """Schedule an accepted request, unless it was aborted while its grammar was compiled."""
+        self._compiling.pop(request.request_id, None)
         if not self.open_requests.is_open(request):
             return
         error = grammar if isinstance(grammar, str) else self._scheduler.add(request, grammar)
@@ -127,6 +130,8 @@ class Arrivals:
 
     def _abort(self, request_id: str) -> None:
         self._scheduler.abort(request_id)
+        if (compiling := self._compiling.pop(request_id, None)) is not None:
+            compiling.cancel()  # unless it has begun
         self._timer.forget(request_id)
         self.fresh.discard(request_id)
         if request_id in self.open_requests:

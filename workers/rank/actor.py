@@ -10,15 +10,15 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayError
 
 from kernels.host.cuda_environment import check_multicast_off, share_compiled_kernels
 from kernels.host.owned import OwnedTask
+from kernels.host.processes import start_ticks
 from kernels.routing.expert_map import STANDBY
 from workers import hub
 from workers.config import RankConfig
@@ -29,7 +29,7 @@ from workers.rank.network import address_on, bind_to_address
 from workers.rank.rank_info import Membership, Pulse, RankInfo, RankTrace, Rendezvous
 from workers.rank.step_loop import RankFailedError, StepLoop
 from workers.rank.token_streams import TokenStreams
-from workers.stats.stats_line import INTERVAL_S, stats_fields, stats_line
+from workers.stats.stats_line import log_stats
 from workers.stats.versions import rank_versions
 from workers.weights.checkpoint_copy import CopyAddress
 from workers.weights.checkpoint_files import CheckpointFiles, FileFacts
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLLOW_S = 10.0  # interval at which a rank checks that its supervisor lives
+LOST_CHECKS = 6  # failed checks in a row after which the supervisor, or its node, has ended
 
 
 class RankActor:
@@ -94,25 +95,20 @@ class RankActor:
             "node_id": ray.get_runtime_context().get_node_id(),
             "address": self._address,
             "pid": os.getpid(),
+            "started": start_ticks(os.getpid()),
             "gpu_ids": ray.get_gpu_ids(),
             "inbox": self._inbox.address,
             "versions": await asyncio.to_thread(rank_versions),
         }
 
     async def follow(self, supervisor: Any) -> None:
-        """End this rank and its placement group when the actor `supervisor` has ended for good.
-
-        The rank also ends when it cannot follow the supervisor, because nothing would end it later.
-        """
+        """End this rank and its placement group when the actor `supervisor` has ended, or cannot be followed."""
         try:
-            with suppress(RayActorError):
-                while True:
-                    await supervisor.ping.remote()
-                    await asyncio.sleep(FOLLOW_S)
+            await _end_of(supervisor)
             logger.error("the supervisor has ended; this rank ends too")
-            placement_group = ray.util.get_current_placement_group()
-            if placement_group is not None:
-                await asyncio.to_thread(ray.util.remove_placement_group, placement_group)
+            if (place := ray.util.get_current_placement_group()) is not None:
+                async with asyncio.timeout(FOLLOW_S):
+                    await asyncio.to_thread(ray.util.remove_placement_group, place)
         except Exception:
             logger.exception("this rank cannot follow its supervisor, and ends")
         os._exit(1)
@@ -283,15 +279,11 @@ class RankActor:
         async with self._joining:
             current = self._epoch
             info = await asyncio.to_thread(current.start_engine, self._publish, self._wake_peers)
-        self._info = {
-            "block_size": info.block_size,
-            "num_blocks": info.num_blocks,
-            "max_model_len": info.max_model_len,
-            **info.backends,
-        }
+        sizes = ("block_size", "num_blocks", "max_model_len")
+        self._info = {**{size: getattr(info, size) for size in sizes}, **info.backends}
         self._inbox.deliver_to(current.engine, epoch)
         self._tasks = (
-            OwnedTask(self._log_stats(), self._fail_epoch, "log-stats", may_end=True),
+            OwnedTask(log_stats(self._snapshot), self._fail_epoch, "log-stats", may_end=True),
             OwnedTask(self._streams.beat(self._index), self._fail_epoch, "beat"),
         )
         self._step_loop = StepLoop(current)
@@ -361,18 +353,10 @@ class RankActor:
             raise RankFailedError("it is not started")
         return self._current.engine
 
-    async def _log_stats(self) -> None:
-        """Log the work of each interval of INTERVAL_S seconds with any work, until the epoch is closed."""
-        before = self._engine.stats.snapshot()
-        while True:
-            await asyncio.sleep(INTERVAL_S)
-            if self._current is None or not self._current.started:
-                return
-            now = self._engine.stats.snapshot()
-            fields = stats_fields(before, now)
-            if fields is not None:
-                logger.info("%s", stats_line(fields), extra=fields)
-            before = now
+    def _snapshot(self) -> dict[str, Any] | None:
+        """Return the counters of the engine; None once the epoch is closed."""
+        current = self._current
+        return current.engine.stats.snapshot() if current is not None and current.started else None
 
     def _fail_epoch(self, error: BaseException) -> None:
         """Let the engine vote that this rank has failed."""
@@ -391,6 +375,20 @@ class RankActor:
         if lease_id in self._streams:
             others = self._engine.open_requests.report_load(lease_id)
             self._streams.send(lease_id, self._index, others, outputs)
+
+
+async def _end_of(supervisor: Any) -> None:
+    """Return when the actor `supervisor` has ended for good."""
+    failures = 0
+    while failures < LOST_CHECKS:
+        try:
+            await supervisor.ping.remote()
+            failures = 0
+        except ActorDiedError:
+            return
+        except RayError:
+            failures += 1
+        await asyncio.sleep(FOLLOW_S)
 
 
 def node_address() -> str:

@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from workers.step.grammar import GRAMMAR_FAILED, Grammar, plain
 logger = logging.getLogger(__name__)
 
 
+SMALL_CHARS = 16 * 1024
+"""Of a grammar that compiles in 0.2 s at most. Larger ones take seconds, so no small one may wait behind them."""
 _MAX_COMPILED = 64  # grammars kept, because a copy takes 0.01 ms and a compilation 1 to 100 ms
 # llguidance follows the references of a schema or grammar by recursion: 20,000 levels ended the process at 8 MiB.
 # The stack is only reserved: unused pages take no memory.
@@ -42,11 +44,13 @@ Compiled = Grammar | str
 
 
 class GrammarCompiler:
-    """Compiles grammars for the tokenizer of one checkpoint."""
+    """Compiles grammars for the tokenizer of one checkpoint: small ones on one thread, large ones on another."""
 
     def __init__(self, folder: str | Path, vocab_size: int):
         self._compiled: dict[str, LLMatcher] = {}
+        self._lock = threading.Lock()
         self._thread = compile_thread("grammar-compile")
+        self._large_thread = compile_thread("grammar-compile-large")
         # Loaded now, because it holds the interpreter lock for 0.5 s and the first grammar would delay the step loop.
         self._tokenizer = self._thread.submit(_load_tokenizer, Path(folder), vocab_size)
 
@@ -55,17 +59,20 @@ class GrammarCompiler:
         matcher = self._compiled.get(grammar)
         return None if matcher is None else Grammar(matcher.deep_copy())
 
-    def compile(self, grammar: str, done: Callable[[Compiled], None]) -> None:
-        """Compile llguidance's `grammar` on the compile thread and call `done` there."""
-        self._thread.submit(self._compile, grammar, done)
+    def compile(self, grammar: str, done: Callable[[Compiled], None]) -> "Future[None]":
+        """Compile llguidance's `grammar` on a compile thread and call `done` there; it can be cancelled before."""
+        thread = self._thread if len(grammar) <= SMALL_CHARS else self._large_thread
+        return thread.submit(self._compile, grammar, done)
 
     def wait(self) -> None:
         """Wait until all grammars so far are compiled."""
-        self._thread.submit(int).result()
+        for thread in (self._thread, self._large_thread):
+            thread.submit(int).result()
 
     def close(self) -> None:
         """Drop grammars that wait."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._large_thread):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str, done: Callable[[Compiled], None]) -> None:
         try:
@@ -81,9 +88,10 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=limits())
         if matcher.is_error():
             return f"{GRAMMAR_FAILED} could not be compiled: {plain(matcher.get_error())}"
-        self._compiled[grammar] = matcher
-        if len(self._compiled) > _MAX_COMPILED:
-            del self._compiled[next(iter(self._compiled))]
+        with self._lock:
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > _MAX_COMPILED:
+                del self._compiled[next(iter(self._compiled))]
         return Grammar(matcher.deep_copy())
 
 

@@ -1,6 +1,11 @@
-"""Log line of a busy rank, written every INTERVAL_S seconds: pure arithmetic on two snapshots of its counters."""
+"""Log line of a busy rank, written every INTERVAL_S seconds: arithmetic on two snapshots of its counters."""
 
+import asyncio
+import logging
+from collections.abc import Callable
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
 
@@ -54,3 +59,15 @@ def stats_line(fields: dict[str, Any]) -> str:
     if fields["preemptions"]:
         line += f", {fields['preemptions']} preemptions"
     return line
+
+
+async def log_stats(snapshot: Callable[[], dict[str, Any] | None]) -> None:
+    """Log the work of each interval of INTERVAL_S seconds with any work, until `snapshot` returns None."""
+    before = snapshot()
+    while before is not None:
+        await asyncio.sleep(INTERVAL_S)
+        now = snapshot()
+        fields = None if now is None else stats_fields(before, now)
+        if fields is not None:
+            logger.info("%s", stats_line(fields), extra=fields)
+        before = now

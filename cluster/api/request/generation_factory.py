@@ -1,11 +1,11 @@
-"""Makes a `Generation` of a checked request: tokenised prompts, sampling parameters, one text for each choice.
+"""Makes a `Generation` of a draft: its grammar compiles, and each choice has its seed, decoder and parser.
 
 Knows nothing of HTTP responses or of how the engine runs the choices.
 """
 
+import asyncio
 import random
 import uuid
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,190 +14,98 @@ from cluster.api.answer.generation import Choice, Generation
 from cluster.api.answer.logprobs import Shown, TokenReport
 from cluster.api.answer.reasoning import Thinking, ThoughtCounter
 from cluster.api.backend import EngineBackend
-from cluster.api.request.output_format import OutputFormat, OutputFormats
-from cluster.api.request.prompt import Prompt, PromptEncoder
+from cluster.api.request.draft import Draft, Drafter
+from cluster.api.request.grammar_check import GrammarChecker
 from cluster.api.request.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     check_text,
 )
-from cluster.api.request.sampling import SamplingBuilder
-from cluster.api.request.tool_options import ToolOptions
-from cluster.api.settings import ApiSettings
-from cluster.api.tokenizer import ServingTokenizer
-from cluster.errors import BadRequestError, ContextLengthError, NotFoundError
-from workers.wire.request import SamplingParams
+from cluster.api.request.sender import Sender
+from cluster.errors import BadRequestError, ForbiddenError
 
-DEFAULT_COMPLETION_TOKENS = 16  # the public API's own default
 RANK_HEADER = "x-data-parallel-rank"
 _SEED_MASK = 2**63 - 1
+_CHOICES_AT_ONCE = 64
 
 
 class GenerationFactory:
-    """Makes generations with the tokenizer and the settings of one ingress."""
+    """Makes generations of drafts, in the event loop of one ingress."""
 
-    def __init__(self, tokenizer: ServingTokenizer, settings: ApiSettings) -> None:
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._prompts = PromptEncoder(tokenizer, settings)
-        self._sampling = SamplingBuilder(tokenizer, settings)
-        self._formats = OutputFormats(tokenizer, settings)
+    def __init__(self, drafter: Drafter, checker: GrammarChecker) -> None:
+        self._settings = drafter.settings
+        self._decoders = drafter.tokenizer.decoders
+        self._formats = drafter.formats
+        self._checker = checker
 
-    async def completion(
+    async def generation(
         self,
-        request: CompletionRequest,
+        draft: Draft,
         backend: EngineBackend,
-        headers: Mapping[str, str],
-    ) -> Generation:
-        """Make the generation of a completion. Choices of prompt p are numbered from p * n."""
-        check_model(request.model, backend)
-        self._check_choices(len(request.prompts()), request.n or 1)
-        keep = self._num_kept(request, backend)
-        prompts = await self._prompts.completion(request, keep)
-        output = await self._formats.for_completion(request)
-        params = await self._sampling.params(request, output.grammar)
-        return self._make(request, backend, headers, prompts, output, params, "cmpl-")
-
-    async def chat(
-        self,
-        request: ChatRequest,
-        backend: EngineBackend,
-        headers: Mapping[str, str],
+        sender: Sender,
         *,
-        id_prefix: str = "chatcmpl-",
+        id_prefix: str = "",
     ) -> Generation:
-        """Make the generation of a chat request; `id_prefix` is the beginning of the answer's id."""
-        self._check_choices(1, request.n or 1)
-        prompt, options = await self._chat_prompt(request, backend)
-        output = await self._formats.for_chat(request, options, prompt)
-        params = await self._sampling.params(request, output.grammar)
-        return self._make(request, backend, headers, [prompt], output, params, id_prefix)
+        """Make the generation of a draft; `id_prefix` is the beginning of the answer's id.
 
-    async def num_chat_tokens(self, request: ChatRequest, backend: EngineBackend) -> int:
-        """Return the number of prompt tokens that a generation would have."""
-        prompt, _ = await self._chat_prompt(request, backend)
-        return len(prompt.token_ids)
-
-    async def _chat_prompt(
-        self, request: ChatRequest, backend: EngineBackend
-    ) -> tuple[Prompt, ToolOptions | None]:
-        check_model(request.model, backend)
-        options = self._formats.tool_options(request)
-        self._formats.check_thinking(request)
-        tools = None if options is None else options.definitions
-        prompt = await self._prompts.chat(request, self._num_kept(request, backend), tools)
-        return prompt, options
-
-    def _make(
-        self,
-        request: CompletionRequest | ChatRequest,
-        backend: EngineBackend,
-        headers: Mapping[str, str],
-        prompts: list[Prompt],
-        output: OutputFormat,
-        params: SamplingParams,
-        id_prefix: str,
-    ) -> Generation:
+        Choices of prompt p are numbered from p * n. Raises BadRequestError for a grammar that does not compile.
+        """
+        for check in draft.output.checks:
+            await self._checker.check(check, sender)
+        request = draft.request
+        is_chat = isinstance(request, ChatRequest)
         unique = uuid.uuid4().hex
-        response_id = f"{id_prefix}{request.request_id or unique}"
+        response_id = (id_prefix or ("chatcmpl-" if is_chat else "cmpl-")) + (
+            request.request_id or unique
+        )
         # Ranks need a unique id for each request.
         run_id = f"{response_id}-{unique}" if request.request_id else response_id
         return Generation(
             response_id=response_id,
-            is_chat=isinstance(request, ChatRequest),
+            is_chat=is_chat,
             model=backend.model_name,
             system_fingerprint=self._settings.system_fingerprint,
             stream=bool(request.stream),
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,
-            choices=self._choices(request, backend, prompts, output, params, run_id),
+            choices=await self._choices(draft, run_id),
             num_choices_per_prompt=request.n or 1,
-            num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
-            routing=_routing(request, backend, headers),
-            grammar_param=output.param,
+            num_prompt_tokens=sum(len(prompt.token_ids) for prompt in draft.prompts),
+            routing=_routing(request, backend, sender),
+            grammar_param=draft.output.param,
         )
 
-    def _choices(
-        self,
-        request: CompletionRequest | ChatRequest,
-        backend: EngineBackend,
-        prompts: list[Prompt],
-        output: OutputFormat,
-        params: SamplingParams,
-        run_id: str,
-    ) -> list[Choice]:
-        stop = self._sampling.stop_rules(request, params)
+    async def _choices(self, draft: Draft, run_id: str) -> list[Choice]:
+        request, output = draft.request, draft.output
         shown = _shown(request)
         seed = request.seed if request.seed is not None else random.getrandbits(63)
-        decoders = self._tokenizer.decoders
+        decoders = self._decoders
         skip = request.skip_special_tokens is not False and not output.keeps_special
         thinks = output.begins is not Thinking.CLOSED
         choices: list[Choice] = []
-        for prompt in prompts:
-            ids = prompt.token_ids
-            max_tokens = self._max_tokens(request, len(ids), backend)
+        for prompt, max_tokens in zip(draft.prompts, draft.max_tokens, strict=True):
+            ids = prompt.token_ids.tolist()
             for i in range(request.n or 1):
                 index = len(choices)
+                if index and (i == 0 or index % _CHOICES_AT_ONCE == 0):
+                    await asyncio.sleep(0)  # streams go on meanwhile
                 decoder = decoders.new(ids, skip_special_tokens=skip)
+                params = replace(draft.params, max_tokens=max_tokens, seed=choice_seed(seed, i))
                 choices.append(
                     Choice(
                         index,
                         f"{run_id}-{index}",
                         ids,
-                        replace(params, max_tokens=max_tokens, seed=choice_seed(seed, i)),
-                        NoText() if request.only_echo else TextStream(decoder, stop),
+                        params,
+                        NoText() if request.only_echo else TextStream(decoder, draft.stop),
                         prompt.echo,
                         TokenReport(shown, decoders, ids, prompt.echo) if shown else None,
-                        output.new_parser() if output.new_parser is not None else None,
+                        None if output.parsing is None else self._formats.parser(output.parsing),
                         ThoughtCounter(output.begins) if thinks else None,
                     )
                 )
         return choices
-
-    def _max_tokens(
-        self,
-        request: CompletionRequest | ChatRequest,
-        num_prompt_tokens: int,
-        backend: EngineBackend,
-    ) -> int:
-        limit = self._settings.max_prompt_tokens
-        if limit is not None and num_prompt_tokens > limit:
-            error = ContextLengthError(
-                f"the prompt has {num_prompt_tokens} tokens, this server takes at most {limit}",
-                param="messages" if isinstance(request, ChatRequest) else "prompt",
-            )
-            error.num_tokens, error.limit = num_prompt_tokens, limit
-            raise error
-        if request.only_echo:  # every request generates a token; it is dropped
-            return fit_output(num_prompt_tokens, None, 1, backend)
-        default = None if isinstance(request, ChatRequest) else DEFAULT_COMPLETION_TOKENS
-        max_tokens = fit_output(num_prompt_tokens, request.output_limit, default, backend)
-        min_tokens = request.min_tokens or 0
-        if min_tokens > max_tokens:
-            raise BadRequestError(
-                f"min_tokens = {min_tokens} is more than max_tokens = {max_tokens}",
-                param="min_tokens",
-            )
-        return max_tokens
-
-    def _num_kept(
-        self, request: CompletionRequest | ChatRequest, backend: EngineBackend
-    ) -> int | None:
-        """Return the number of prompt tokens to keep; None = all."""
-        keep = request.truncate_prompt_tokens
-        if keep != -1:
-            return keep
-        room = _context_length(backend) - (request.output_limit or 1)
-        return max(min(room, self._settings.max_prompt_tokens or room), 1)
-
-    def _check_choices(self, num_prompts: int, n: int) -> None:
-        limit = self._settings.max_choices
-        if num_prompts * n > limit:
-            raise BadRequestError(
-                f"{num_prompts} prompts times n = {n} are more than {limit} choices",
-                param="n" if n > 1 else "prompt",
-            )
 
 
 def _shown(request: CompletionRequest | ChatRequest) -> Shown | None:
@@ -211,18 +119,19 @@ def _shown(request: CompletionRequest | ChatRequest) -> Shown | None:
     return shown if shown.anything else None
 
 
-def _routing(
-    request: GenerationRequest, backend: EngineBackend, headers: Mapping[str, str]
-) -> dict[str, Any]:
+def _routing(request: GenerationRequest, backend: EngineBackend, sender: Sender) -> dict[str, Any]:
     """Return the options that the request sets; the backend has the defaults."""
     routing: dict[str, Any] = {}
     if request.priority:
+        _check_routes(sender, "priority")
         routing["priority"] = request.priority
     if request.cache_salt:
         check_text(request.cache_salt, "cache_salt")
-        routing["cache_salt"] = request.cache_salt
-    rank = headers.get(RANK_HEADER)
+    if salt := ":".join(filter(None, (sender.salt, request.cache_salt))):
+        routing["cache_salt"] = salt
+    rank = sender.headers.get(RANK_HEADER)
     if rank is not None:
+        _check_routes(sender, RANK_HEADER)
         is_number = rank.isascii() and rank.isdecimal() and len(rank) < 10
         if not is_number or int(rank) >= backend.num_ranks:
             raise BadRequestError(
@@ -233,35 +142,11 @@ def _routing(
     return routing
 
 
-def fit_output(
-    num_prompt_tokens: int, requested: int | None, default: int | None, backend: EngineBackend
-) -> int:
-    """Return max_tokens of one prompt. Raises ContextLengthError if prompt and output do not fit.
-
-    The max_tokens of a client must fit. A default (None = as long as possible) is cut.
-    """
-    limit = _context_length(backend)
-    if num_prompt_tokens == 0:
-        raise BadRequestError("the prompt is empty: it has no tokens", param="prompt")
-    room = limit - num_prompt_tokens
-    if room >= max(requested or 1, 1):
-        return requested or min(default or room, room)
-    what = f"this model's maximum context length is {backend.max_model_len} tokens"
-    if limit < backend.max_model_len:
-        what += f", of which the KV cache of a rank holds {limit}"
-    asked = f"the prompt has {num_prompt_tokens} tokens"
-    if requested is not None and room > 0:
-        asked += f" and {requested} output tokens are wanted; lower max_tokens"
-    else:
-        asked += "; shorten it"
-    error = ContextLengthError(f"{what}, but {asked}", param="max_tokens" if room > 0 else "prompt")
-    error.num_tokens, error.limit = num_prompt_tokens, limit - (requested or 1)
-    raise error
-
-
-def _context_length(backend: EngineBackend) -> int:
-    """Return the limit of prompt and output together."""
-    return min(backend.max_model_len, backend.max_request_tokens)
+def _check_routes(sender: Sender, param: str) -> None:
+    if not sender.routes:
+        raise ForbiddenError(
+            f"{param} is for operators on this server (serve.access.client_routing)", param=param
+        )
 
 
 def choice_seed(seed: int, i: int) -> int:
@@ -273,12 +158,3 @@ def choice_seed(seed: int, i: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
     return (mixed ^ (mixed >> 31)) & _SEED_MASK
-
-
-def check_model(name: str | None, backend: EngineBackend) -> None:
-    if name is not None and name != backend.model_name:
-        raise NotFoundError(
-            f"the model {name[:200]!r} does not exist; this server has {backend.model_name!r}",
-            param="model",
-            code="model_not_found",
-        )

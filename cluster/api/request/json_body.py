@@ -1,55 +1,9 @@
-"""Reads the body of a request as one JSON object, within limits. Knows nothing of its fields."""
+"""Parses the body of a request as one JSON object, within limits. Knows nothing of its fields."""
 
-import asyncio
 import json
 from typing import Any, NoReturn
 
-from starlette.requests import Request
-
-from cluster.api.settings import ApiSettings
-from cluster.errors import (
-    BadRequestError,
-    BodyTooLargeError,
-    ClientTimeoutError,
-    ContentTypeError,
-)
-
-
-async def read_json_object(request: Request, settings: ApiSettings) -> dict[str, Any]:
-    """Return the body as a dict. Raises a BadRequestError with the matching status.
-
-    The content type must be JSON, because a web page cannot send that type to another origin without CORS. So no page
-    in a browser can use a server on loopback.
-    """
-    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if media_type != "application/json" and not (
-        media_type.startswith("application/") and media_type.endswith("+json")
-    ):
-        raise ContentTypeError(
-            f"the body must be sent as Content-Type: application/json, got {media_type!r}"
-        )
-    try:
-        async with asyncio.timeout(settings.client_timeout_s):
-            body = await _read_body(request, settings.max_body_bytes)
-    except TimeoutError:
-        raise ClientTimeoutError(
-            f"the body did not arrive within {settings.client_timeout_s:g} s"
-        ) from None
-    return parse_json_object(body, settings.max_json_depth)
-
-
-async def _read_body(request: Request, max_bytes: int) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and len(declared) < 20 and int(declared) > max_bytes:
-        raise BodyTooLargeError(f"the body has {declared} bytes, the limit is {max_bytes}")
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_bytes:
-            raise BodyTooLargeError(f"the body has more than {max_bytes} bytes, the limit")
-        parts.append(part)
-    return b"".join(parts)
+from cluster.errors import BadRequestError
 
 
 def parse_json_object(body: bytes, max_depth: int) -> dict[str, Any]:

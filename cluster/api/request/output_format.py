@@ -4,13 +4,12 @@ Joins the constraint of the client (`structured`), its tools (`tool_options`) an
 (`reasoning`). Knows nothing of prompts' text or of sampling.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from cluster.api.answer.message_parser import MessageParser
 from cluster.api.answer.reasoning import CLOSE, OPEN, ReasoningSplitter, Thinking, thinking_after
-from cluster.api.request.grammar_check import GrammarChecker, join_grammars, single_grammar
+from cluster.api.request.grammar_check import GrammarCheck, join_grammars, single_grammar
 from cluster.api.request.prompt import Prompt
 from cluster.api.request.protocol import ChatRequest, CompletionRequest
 from cluster.api.request.structured import Constraint, arguments_node, find_constraint
@@ -31,16 +30,33 @@ class OutputFormat:
 
     grammar        constrains the output; None = any text
     param          the field of the request that the grammar comes from
-    new_parser     makes the parser of one choice; None = the text is the content
+    checks         the grammars that must compile
+    parsing        of the text of each choice; None = the text is the content
     keeps_special  special tokens stay in the text, because the parser searches for some of them
     begins         the state of thinking in which the text of an answer begins
     """
 
     grammar: str | None = None
     param: str | None = None
-    new_parser: Callable[[], MessageParser] | None = None
+    checks: tuple[GrammarCheck, ...] = ()
+    parsing: "Parsing | None" = None
     keeps_special: bool = False
     begins: Thinking = Thinking.CLOSED
+
+
+@dataclass(frozen=True)
+class Parsing:
+    """What the parser of a choice depends on.
+
+    seen    the state of thinking in which the text that it reads begins
+    begun   the prompt has the beginning of the answer's message
+    shows   thoughts are in the answer
+    """
+
+    tools: ToolOptions | None
+    seen: Thinking
+    begun: bool
+    shows: bool
 
 
 PLAIN = OutputFormat()
@@ -61,16 +77,14 @@ class OutputFormats:
         self._can_stop_thinking = not self._has_channels and any(
             name in template for name in _THINKING_VARIABLES
         )
-        self._checker = GrammarChecker()
 
-    async def for_completion(self, request: CompletionRequest) -> OutputFormat:
-        """Return the format of a completion's choices. Raises BadRequestError for a grammar that does not compile."""
+    def for_completion(self, request: CompletionRequest) -> OutputFormat:
+        """Return the format of a completion's choices."""
         constraint = find_constraint(request, self._settings)
         if constraint is None:
             return PLAIN
         grammar = single_grammar(constraint.node)
-        await self._checker.check(grammar, [constraint])
-        return OutputFormat(grammar, constraint.param)
+        return OutputFormat(grammar, constraint.param, (GrammarCheck(grammar, [constraint]),))
 
     def tool_options(self, request: ChatRequest) -> ToolOptions | None:
         """Return the tools of a chat request. Raises BadRequestError if the chat template does not take tools."""
@@ -95,10 +109,10 @@ class OutputFormats:
                 code="always_thinks",
             )
 
-    async def for_chat(
+    def for_chat(
         self, request: ChatRequest, tools: ToolOptions | None, prompt: Prompt
     ) -> OutputFormat:
-        """Return the format of the answers to `prompt`. Raises BadRequestError for a grammar that does not compile."""
+        """Return the format of the answers to `prompt`."""
         constraint = find_constraint(request, self._settings)
         parses = self._thinks or self._has_channels
         if constraint is None and tools is None and not parses:
@@ -107,31 +121,32 @@ class OutputFormats:
         if self._thinks:
             begins = thinking_after(prompt.end, prompt.unfinished)
         grammar = param = None
+        checks: tuple[GrammarCheck, ...] = ()
         if constraint is not None or (tools is not None and tools.required):
             begun = prompt.unfinished is not None
-            grammar = await self._grammar(constraint, tools, begins, begun)
+            checks = self._grammars(constraint, tools, begins, begun)
+            grammar = checks[-1].grammar
             param = "tools" if constraint is None else constraint.param
         if tools is None and not parses:
-            return OutputFormat(grammar, param)
+            return OutputFormat(grammar, param, checks)
         # The parser reads the echo too, because a thought may begin there.
         seen = Thinking.POSSIBLE if prompt.echo else begins
         markers: tuple[str, ...] = (OPEN, CLOSE) if self._thinks else ()
         if tools is not None or self._has_channels:
             markers += self._format.markers
         hidden = any(self._tokenizer.is_hidden(marker) for marker in markers)
-        new_parser = partial(self._parser, request, tools, seen, prompt.unfinished is not None)
-        return OutputFormat(grammar, param, new_parser, hidden, begins)
-
-    def _parser(
-        self, request: ChatRequest, tools: ToolOptions | None, begins: Thinking, begun: bool
-    ) -> MessageParser:
-        """Return the parser of one choice; `begun`: the prompt has the beginning of its message."""
-        thoughts = ReasoningSplitter(begins) if self._thinks else None
         shows = request.include_reasoning is not False
+        parsing = Parsing(tools, seen, prompt.unfinished is not None, shows)
+        return OutputFormat(grammar, param, checks, parsing, hidden, begins)
+
+    def parser(self, parsing: Parsing) -> MessageParser:
+        """Return the parser of one choice."""
+        tools, shows = parsing.tools, parsing.shows
+        thoughts = ReasoningSplitter(parsing.seen) if self._thinks else None
         if tools is None and not self._has_channels:
             return MessageParser(thoughts=thoughts, shows_reasoning=shows)
         calls = self._format.parser([] if tools is None else tools.callable)
-        if self._has_channels and begun:
+        if self._has_channels and parsing.begun:
             calls.push(FINAL)
         return MessageParser(
             thoughts=thoughts,
@@ -142,14 +157,16 @@ class OutputFormats:
             has_channels=self._has_channels,
         )
 
-    async def _grammar(
+    def _grammars(
         self,
         constraint: Constraint | None,
         tools: ToolOptions | None,
         begins: Thinking,
         begun: bool,
-    ) -> str:
-        """Return the grammar of free thoughts, followed by calls or by the constrained answer, or by either.
+    ) -> tuple[GrammarCheck, ...]:
+        """Return the grammars to check; the last is that of the answer.
+
+        It allows free thoughts, followed by calls or by the constrained answer, or by either.
 
         begun   the prompt has the beginning of the answer's message: with channels, no header follows
         """
@@ -175,12 +192,11 @@ class OutputFormats:
             lark += f"start: {self._thought(begins)} answer\nanswer: {' | '.join(ways)}\n"
             lark += self._thought_rules(begins)
             grammar = join_grammars(lark, nodes)
-        if (
-            constraint is not None and "answer" not in parts
-        ):  # unused, but an error in it is an error
-            await self._checker.check(single_grammar(constraint.node), [constraint])
-        await self._checker.check(grammar, list(parts.values()))
-        return grammar
+        check = GrammarCheck(grammar, list(parts.values()))
+        if constraint is None or "answer" in parts:
+            return (check,)
+        # unused, but an error in it is an error
+        return (GrammarCheck(single_grammar(constraint.node), [constraint]), check)
 
     def _thought(self, begins: Thinking) -> str:
         if begins is Thinking.POSSIBLE:

@@ -1,16 +1,13 @@
 """Makes token ids of prompts and messages. Knows nothing of sampling or answers."""
 
-import asyncio
-from collections.abc import Callable
+from array import array
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from cluster.api.request.protocol import ChatRequest, CompletionRequest, check_text
-from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.errors import BadRequestError
 
-_Result = TypeVar("_Result")
 _END_CHARS = 64
 
 
@@ -18,26 +15,26 @@ _END_CHARS = 64
 class Prompt:
     """The prompt of one sequence, and its echo, which comes before the first token of the answer.
 
+    token_ids   int32, because an array travels between processes as its bytes
     A chat also has the end of the prompt text, and the message of the assistant that the answer continues, if any.
     """
 
-    token_ids: list[int]
+    token_ids: "array[int]"
     echo: str = ""
     end: str = ""
     unfinished: str | None = None
 
 
 class PromptEncoder:
-    """Tokenises prompts and renders chats; long texts in a thread.
+    """Tokenises prompts and renders chats.
 
     keep: number of tokens to keep, from the end of the prompt; None = all.
     """
 
-    def __init__(self, tokenizer: ServingTokenizer, settings: ApiSettings) -> None:
+    def __init__(self, tokenizer: ServingTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._inline_chars = settings.inline_tokenize_chars
 
-    async def completion(self, request: CompletionRequest, keep: int | None) -> list[Prompt]:
+    def completion(self, request: CompletionRequest, keep: int | None) -> list[Prompt]:
         """Return the prompts of a completion request, in order."""
         prompts = request.prompts()
         for prompt in prompts:
@@ -47,13 +44,9 @@ class PromptEncoder:
                 self._tokenizer.check_token_ids(prompt, "prompt")
         special = request.add_special_tokens is not False
 
-        def encode() -> list[Prompt]:
-            return [self._encode(prompt, special, keep, bool(request.echo)) for prompt in prompts]
+        return [self._encode(prompt, special, keep, bool(request.echo)) for prompt in prompts]
 
-        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        return await self._maybe_in_thread(encode, num_chars)
-
-    async def chat(
+    def chat(
         self,
         request: ChatRequest,
         keep: int | None,
@@ -71,44 +64,30 @@ class PromptEncoder:
             )
         echo = last["content"] if request.echo and last["role"] == "assistant" else ""
 
-        def encode() -> Prompt:
-            text = self._tokenizer.render_chat(
-                messages,
-                request.template_variables,
-                tools=tools,
-                documents=request.documents or None,
-                add_generation_prompt=not goes_on if opens_turn is None else opens_turn,
-                continue_final_message=goes_on,
-            )
-            check_text(text, "messages")
-            # The template writes the special tokens itself.
-            ids = self._tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
-            unfinished = last["content"] if goes_on else None
-            return Prompt(_last(ids, keep), echo, text[-_END_CHARS:], unfinished)
-
-        num_chars = sum(len(message["content"]) for message in messages)
-        if tools:
-            num_chars += len(str(tools))
-        if request.documents:
-            num_chars += len(str(request.documents))
-        return await self._maybe_in_thread(encode, num_chars)
+        text = self._tokenizer.render_chat(
+            messages,
+            request.template_variables,
+            tools=tools,
+            documents=request.documents or None,
+            add_generation_prompt=not goes_on if opens_turn is None else opens_turn,
+            continue_final_message=goes_on,
+        )
+        check_text(text, "messages")
+        # The template writes the special tokens itself.
+        ids = self._tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
+        unfinished = last["content"] if goes_on else None
+        return Prompt(array("i", _last(ids, keep)), echo, text[-_END_CHARS:], unfinished)
 
     def _encode(
         self, prompt: str | list[int], special: bool, keep: int | None, echo: bool
     ) -> Prompt:
         if isinstance(prompt, list):
             kept = _last(prompt, keep)
-            return Prompt(kept, self._tokenizer.decode(kept) if echo else "")
+            return Prompt(array("i", kept), self._tokenizer.decode(kept) if echo else "")
         ids = self._tokenizer.encode(prompt, add_special_tokens=special)
         kept = _last(ids, keep)
-        if not echo:
-            return Prompt(kept)
-        return Prompt(kept, prompt if len(kept) == len(ids) else self._tokenizer.decode(kept))
-
-    async def _maybe_in_thread(self, call: Callable[[], _Result], num_chars: int) -> _Result:
-        if num_chars <= self._inline_chars:
-            return call()  # a thread would cost more than the work
-        return await asyncio.to_thread(call)
+        text = prompt if len(kept) == len(ids) or not echo else self._tokenizer.decode(kept)
+        return Prompt(array("i", kept), text if echo else "")
 
 
 def _last(token_ids: list[int], keep: int | None) -> list[int]:

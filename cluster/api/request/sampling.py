@@ -1,6 +1,5 @@
 """Sampling parameters and stop rules of a checked request. Knows nothing of prompts or answers."""
 
-import asyncio
 from typing import Any
 
 from cluster.api.answer.detokenizer import StopRules
@@ -21,11 +20,11 @@ class SamplingBuilder:
         self._tokenizer = tokenizer
         self._settings = settings
 
-    async def params(
+    def params(
         self, request: CompletionRequest | ChatRequest, grammar: str | None = None
     ) -> SamplingParams:
         """Return the parameters of all choices, without max_tokens (here 1) and the seed."""
-        bad_words_ids = await self._bad_words_ids(request.bad_words)
+        bad_words_ids = self._bad_words_ids(request.bad_words)
         stop_ids = frozenset(request.stop_token_ids or ())
         self._tokenizer.check_token_ids(stop_ids, "stop_token_ids")
         if not request.ignore_eos:
@@ -133,7 +132,7 @@ class SamplingBuilder:
         self._tokenizer.check_token_ids(unique, "allowed_token_ids")
         return tuple(unique)
 
-    async def _bad_words_ids(self, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
+    def _bad_words_ids(self, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
         """Tokenise each word as it stands at the beginning of a text, and after a space."""
         if not words:
             return ()
@@ -152,10 +151,7 @@ class SamplingBuilder:
                     param="bad_words",
                 )
             check_text(word, "bad_words")
-        if sum(map(len, words)) > self._settings.inline_tokenize_chars:
-            found = await asyncio.to_thread(self._tokenise_words, words)
-        else:
-            found = self._tokenise_words(words)
+        found = self._tokenise_words(words)
         for token_ids in found:
             self._tokenizer.check_token_ids(token_ids, "bad_words")
         return found

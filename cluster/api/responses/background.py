@@ -9,6 +9,7 @@ from cluster.api.responses.event_log import EventLog
 from cluster.api.responses.writer import ResponseWriter
 from cluster.api.run import Emit
 from cluster.errors import ServingError
+from kernels.host.owned import OwnedTask
 
 logger = logging.getLogger(__name__)
 
@@ -19,18 +20,18 @@ class BackgroundJob:
     def __init__(self, writer: ResponseWriter, *, streams: bool) -> None:
         self._writer = writer
         self._in_progress = False
-        self._task: asyncio.Task[None] | None = None
+        self._task: OwnedTask | None = None
         self.log = EventLog() if streams else None
 
     def start(self, run: Callable[[Emit], Awaitable[None]]) -> None:
         """Start `run`, which passes the text of each output to its argument."""
         self._add(self._writer.queued())
-        self._task = asyncio.create_task(self._run(run))
+        self._task = OwnedTask(self._run(run), self._fail, "background-response", may_end=True)
 
     async def cancel(self) -> None:
         """Stop the run and wait until its ranks are free. Without effect after the end."""
-        if self._task is not None and self._task.cancel():
-            await asyncio.gather(self._task, return_exceptions=True)
+        if self._task is not None and not self._task.done:
+            await self._task.close()
 
     async def _run(self, run: Callable[[Emit], Awaitable[None]]) -> None:
         writer = self._writer
@@ -40,13 +41,16 @@ class BackgroundJob:
         except asyncio.CancelledError:
             writer.cancel()
         except Exception as error:
-            if not isinstance(error, ServingError):
-                logger.exception("a response in the background broke")
-                error = ServingError("internal error; the server's log has the details")
-            self._add(writer.error(error))
+            self._fail(error)
         finally:
             if self.log is not None:
                 self.log.end()
+
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, ServingError):
+            logger.error("a response in the background broke", exc_info=error)
+            error = ServingError("internal error; the server's log has the details")
+        self._add(self._writer.error(error))
 
     def _emit(self, choice: Choice, text: str) -> None:
         if not self._in_progress:

@@ -1,14 +1,14 @@
-"""Makes the generation and the writer of a checked request. Knows nothing of HTTP responses."""
+"""Makes the generation and the writer of a drafted response. Knows nothing of HTTP responses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from cluster.api.answer.generation import Generation
 from cluster.api.backend import EngineBackend
 from cluster.api.request.generation_factory import GenerationFactory
-from cluster.api.responses.chat_request import chat_request, field_name, own_field_names
-from cluster.api.responses.items import Item, parse_input, with_ids
-from cluster.api.responses.protocol import ResponsesRequest
+from cluster.api.request.sender import Sender
+from cluster.api.responses.chat_request import field_name, own_field_names
+from cluster.api.responses.draft import References, Referred, ResponseDraft
 from cluster.api.responses.response_object import repeated_fields
 from cluster.api.responses.store import ResponseStore
 from cluster.api.responses.writer import ResponseWriter
@@ -24,39 +24,37 @@ class ResponseFactory:
         self._chat = chat
         self._store = store or ResponseStore(0, 0, _NO_STORE)
 
+    def find(self, names: References, owner: str = "") -> tuple[bytes, Referred]:
+        """Return the conversation before, as JSON, and what a request refers to. Raises BadRequestError."""
+        before, output = b"[]", []
+        if names.previous is not None:
+            previous = self._store.find_previous(names.previous, owner)
+            before, output = previous.items, previous.response["output"]
+        items = {
+            item_id: self._store.find_item(item_id, param, owner) for item_id, param in names.items
+        }
+        return before, Referred(output, items)
+
     async def prepare(
-        self, request: ResponsesRequest, backend: EngineBackend, headers: Mapping[str, str]
+        self, draft: ResponseDraft, backend: EngineBackend, sender: Sender
     ) -> tuple[Generation, ResponseWriter]:
         """Make the generation of a response, and its writer."""
-        items = parse_input(request.input, self._store.find_item)
+        request = draft.request
         if request.background:
             self._store.check_on("background")
             if not request.keeps:
                 raise BadRequestError(
                     "background needs a response that is kept; leave store out", param="background"
                 )
-        if request.previous_response_id is not None:
-            previous = self._store.find_previous(request.previous_response_id)
-            items = previous.conversation + items
         with own_field_names():
-            chat = chat_request(request, items)
-            generation = await self._chat.chat(chat, backend, headers, id_prefix="resp_")
+            generation = await self._chat.generation(draft.chat, backend, sender, id_prefix="resp_")
         if generation.grammar_param is not None:
             generation.grammar_param = field_name(generation.grammar_param)
         fields = repeated_fields(request, generation)
-        return generation, ResponseWriter(generation, fields, self._keeper(request, items))
+        return generation, ResponseWriter(generation, fields, self._keeper(draft, sender.key))
 
-    def _keeper(
-        self, request: ResponsesRequest, items: list[Item]
-    ) -> Callable[[dict[str, Any]], None] | None:
+    def _keeper(self, draft: ResponseDraft, owner: str) -> Callable[[dict[str, Any]], None] | None:
         """Return the function that keeps the states of a response; None if it is not kept."""
-        if self._store.off or not request.keeps:
+        if self._store.off or not draft.request.keeps:
             return None
-        kept: list[Item] = []
-
-        def keep(response: dict[str, Any]) -> None:
-            if not kept:  # not before the first token, because ids take time
-                kept.extend(with_ids(items))
-            self._store.keep(response, kept)
-
-        return keep
+        return lambda response: self._store.keep(response, draft.items, owner)

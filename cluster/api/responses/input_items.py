@@ -1,8 +1,7 @@
 """Pages of the input items of a response, as OpenAI lists them. Knows nothing of the store."""
 
+from collections.abc import Mapping
 from typing import Any
-
-from starlette.datastructures import QueryParams
 
 from cluster.api.responses.items import Item
 from cluster.errors import BadRequestError
@@ -10,7 +9,7 @@ from cluster.errors import BadRequestError
 _MAX_LIMIT, _DEFAULT_LIMIT = 100, 20
 
 
-def input_page(items: list[Item], query: QueryParams) -> dict[str, Any]:
+def input_page(items: list[Item], query: Mapping[str, str]) -> dict[str, Any]:
     """Return one page; `query` may have limit, order and after, the id of the item before the page."""
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -36,7 +35,7 @@ def input_page(items: list[Item], query: QueryParams) -> dict[str, Any]:
     }
 
 
-def query_number(query: QueryParams, name: str, default: int) -> int:
+def query_number(query: Mapping[str, str], name: str, default: int) -> int:
     """Return a whole number of the query."""
     text = query.get(name)
     if text is None:
@@ -46,7 +45,7 @@ def query_number(query: QueryParams, name: str, default: int) -> int:
     return int(text)
 
 
-def query_flag(query: QueryParams, name: str) -> bool:
+def query_flag(query: Mapping[str, str], name: str) -> bool:
     """Return a truth value of the query."""
     text = query.get(name, "false").lower()
     if text not in ("true", "false"):

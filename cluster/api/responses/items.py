@@ -41,10 +41,8 @@ def parse_input(value: Any, find: Callable[[str, str], Item]) -> list[Item]:
 
 
 def with_ids(items: list[Item]) -> list[Item]:
-    """Return the items, each with an id."""
-    return [
-        item if "id" in item else {"id": new_id(_PREFIXES[item["type"]]), **item} for item in items
-    ]
+    """Return the items, each with an id, as its first field."""
+    return [{"id": new_id(_PREFIXES[item["type"]]), **item} for item in items]
 
 
 def new_id(prefix: str) -> str:

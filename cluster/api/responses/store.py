@@ -3,16 +3,20 @@
 Belongs to one ingress: replicas share no memory. Knows nothing of HTTP.
 """
 
+import json
 import sys
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.api.answer.events import to_json
 from cluster.api.responses.background import BackgroundJob
 from cluster.api.responses.items import Item
 from cluster.api.settings import ApiSettings
 from cluster.errors import BadRequestError, NotFoundError
+
+_DECODER = json.JSONDecoder()
 
 
 @dataclass(slots=True)
@@ -20,19 +24,29 @@ class StoredResponse:
     """One response.
 
     response    the response object
-    items       the conversation that it answers
+    items       the conversation that it answers, as the JSON of a list of items, each with its id first
+    owner       the key of its client; other keys do not find it
     job         its run without a connection, if it has one
     """
 
     response: dict[str, Any]
-    items: list[Item]
+    items: bytes
+    owner: str
     job: BackgroundJob | None
     num_bytes: int = 0
 
-    @property
-    def conversation(self) -> list[Item]:
-        """The items of a conversation that goes on after the response."""
-        return [*self.items, *self.response["output"]]
+    def item(self, item_id: str) -> Item | None:
+        """Return an item of the output or of the conversation; None if there is none with this id."""
+        for item in reversed(self.response["output"]):
+            if item["id"] == item_id:
+                found: Item = item
+                return found
+        # In the text of an item the quotes would be escaped.
+        start = self.items.rfind(b'{"id":' + to_json(item_id))
+        if start < 0:
+            return None
+        found, _ = _DECODER.raw_decode(self.items[start:].decode("ascii"))
+        return found
 
     @property
     def is_running(self) -> bool:
@@ -42,7 +56,7 @@ class StoredResponse:
     def count_bytes(self) -> int:
         """Return the memory of the response. Objects that several responses share count in each."""
         log = self.job.log if self.job is not None else None
-        return _size(self.response) + _size(self.items) + (log.num_bytes if log is not None else 0)
+        return _size(self.response) + len(self.items) + (log.num_bytes if log is not None else 0)
 
 
 class ResponseStore:
@@ -67,19 +81,19 @@ class ResponseStore:
                 f"{what}this server keeps no responses: {self.off}", param=param, code="no_store"
             )
 
-    def find(self, response_id: str) -> StoredResponse:
+    def find(self, response_id: str, owner: str = "") -> StoredResponse:
         """Return a response. Raises NotFoundError."""
         self.check_on(None)
-        stored = self._find(response_id)
+        stored = self._find(response_id, owner)
         if stored is None:
             raise NotFoundError(self._missing(response_id), param="response_id")
         return stored
 
-    def find_previous(self, response_id: str) -> StoredResponse:
+    def find_previous(self, response_id: str, owner: str = "") -> StoredResponse:
         """Return the response that a request goes on after. Raises BadRequestError."""
         param = "previous_response_id"
         self.check_on(param)
-        stored = self._find(response_id)
+        stored = self._find(response_id, owner)
         if stored is None:
             raise BadRequestError(
                 self._missing(response_id), param=param, code="previous_response_not_found"
@@ -92,29 +106,31 @@ class ResponseStore:
             )
         return stored
 
-    def find_item(self, item_id: str, param: str) -> Item:
+    def find_item(self, item_id: str, param: str, owner: str = "") -> Item:
         """Return an item of a kept response: of its output or of its conversation. Raises BadRequestError."""
         self.check_on(param)
         with self._lock:
             for stored in reversed(self._responses.values()):  # mostly of the last response
-                for item in reversed(stored.conversation):
-                    if item["id"] == item_id:
-                        return item
+                item = stored.item(item_id) if stored.owner == owner else None
+                if item is not None:
+                    return item
         raise BadRequestError(
             f"{param}: no kept response has an item {item_id[:100]!r}", param=param
         )
 
-    def attach(self, response_id: str, job: BackgroundJob) -> None:
-        """Add the job of a kept response."""
+    def attach(self, response_id: str, job: BackgroundJob) -> StoredResponse:
+        """Add the job of a kept response, and return the response."""
         with self._lock:
-            self._responses[response_id].job = job
+            stored = self._responses[response_id]
+            stored.job = job
+            return stored
 
-    def keep(self, response: dict[str, Any], items: list[Item]) -> None:
+    def keep(self, response: dict[str, Any], items: bytes, owner: str = "") -> None:
         """Keep a response, or its new state. Drops the responses that were unused for longest, but none that runs."""
         with self._lock:
             earlier = self._responses.get(response["id"])
             job = earlier.job if earlier is not None else None
-            stored = StoredResponse(response, items, job)
+            stored = StoredResponse(response, items, owner, job)
             stored.num_bytes = stored.count_bytes()
             self._drop(response["id"])
             self._responses[response["id"]] = stored
@@ -134,11 +150,12 @@ class ResponseStore:
             if len(self._responses) <= self._max_responses and self.num_bytes <= self._max_bytes:
                 return
 
-    def _find(self, response_id: str) -> StoredResponse | None:
+    def _find(self, response_id: str, owner: str) -> StoredResponse | None:
         with self._lock:
             stored = self._responses.get(response_id)
-            if stored is not None:
-                self._responses.move_to_end(response_id)
+            if stored is None or stored.owner != owner:
+                return None
+            self._responses.move_to_end(response_id)
             return stored
 
     def _drop(self, response_id: str) -> None:

@@ -1,8 +1,8 @@
-"""Admission, body, parse, prepare, answer: what all generation routes share. Knows nothing of the fields of a body."""
+"""Body, admission, draft, preparation, answer: what all generation routes share. Knows nothing of a body's fields."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -12,9 +12,12 @@ from cluster.api.admission import AdmissionGate, AdmittedResponse, Ticket, TimeL
 from cluster.api.answer.detailed_events import make_writer
 from cluster.api.answer.generation import Generation
 from cluster.api.answer.writer import AnswerWriter
+from cluster.api.auth import sender_of
 from cluster.api.backend import EngineBackend
 from cluster.api.record import Recorder
-from cluster.api.request.json_body import read_json_object
+from cluster.api.request.draft import EngineFacts
+from cluster.api.request.sender import Sender
+from cluster.api.request.uploads import Uploads
 from cluster.api.response import GenerationResponse
 from cluster.api.run import Emit, GenerationRun
 from cluster.api.settings import ApiSettings
@@ -22,16 +25,23 @@ from cluster.api.settings import ApiSettings
 Prepared = tuple[Generation, AnswerWriter]
 
 
-class ParsedRequest(Protocol):
-    """The checked body of a request."""
+class DraftedRequest(Protocol):
+    """The checked and prepared body of a request."""
 
     @property
     def num_choices(self) -> int:
         """The number of sequences to generate."""
         ...
 
+    @property
+    def num_tokens(self) -> int:
+        """The most tokens that all sequences can have, with their prompts."""
+        ...
 
-_Request = TypeVar("_Request", bound=ParsedRequest)
+
+_Draft = TypeVar("_Draft", bound=DraftedRequest)
+MakeDraft = Callable[[bytes, EngineFacts, Sender], Awaitable[_Draft]]
+Prepare = Callable[[_Draft, EngineBackend, Sender], Awaitable[Prepared]]
 
 
 class GenerationEndpoint:
@@ -43,36 +53,38 @@ class GenerationEndpoint:
         settings: ApiSettings,
         recorder: Recorder,
         gate: AdmissionGate,
+        uploads: Uploads,
     ) -> None:
         self._backend_provider = backend_provider
         self._settings = settings
+        self._uploads = uploads
         self._recorder = recorder
         self._gate = gate
 
     async def answer(
-        self,
-        request: Request,
-        parse: Callable[[dict[str, Any]], _Request],
-        prepare: Callable[[_Request, EngineBackend], Awaitable[Prepared]],
+        self, request: Request, draft: MakeDraft[_Draft], prepare: Prepare[_Draft]
     ) -> Response:
-        """Return the answer to a request; `parse` checks its body, `prepare` makes the generation and its writer."""
-        return self.respond(await self.admit(request, parse, prepare))
+        """Return the answer to a request; `draft` checks its body, `prepare` makes the generation and its writer."""
+        return self.respond(await self.admit(request, draft, prepare))
 
     async def admit(
-        self,
-        request: Request,
-        parse: Callable[[dict[str, Any]], _Request],
-        prepare: Callable[[_Request, EngineBackend], Awaitable[Prepared]],
+        self, request: Request, draft: MakeDraft[_Draft], prepare: Prepare[_Draft]
     ) -> "Admitted":
-        """Read, check, admit and prepare a request. The caller must then `respond` or `run`."""
+        """Read, admit, draft and prepare a request. The caller must then `respond` or `run`."""
         self._gate.check()  # before all other work, because a refusal must be cheap
-        body = await read_json_object(request, self._settings)
-        backend = self._backend_provider()
-        self._recorder.metrics.set_model_name(backend.model_name)
-        parsed = parse(body)
-        ticket = self._gate.admit(parsed.num_choices)
+        sender = sender_of(request, self._settings)
+        async with self._uploads.body(request) as body:
+            backend = self._backend_provider()
+            self._recorder.metrics.set_model_name(backend.model_name)
+            ticket = self._gate.admit(1, sender.key)
+            try:
+                drafted = await draft(body, EngineFacts.of(backend), sender)
+            except BaseException:
+                ticket.release()
+                raise
         try:
-            generation, writer = await prepare(parsed, backend)
+            self._gate.resize(ticket, drafted.num_choices, drafted.num_tokens)
+            generation, writer = await prepare(drafted, backend, sender)
         except BaseException:
             ticket.release()
             raise

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from cluster.api.answer.events import to_json
 from cluster.api.backend import EngineBackend
 from cluster.api.routes.readiness import not_serving
+from cluster.api.routes.shared_answer import SharedAnswer
 from cluster.api.settings import ApiSettings
 from cluster.errors import EngineDeadError, ServingError
 from cluster.metrics.metrics import CONTENT_TYPE, IngressMetrics
@@ -28,29 +30,21 @@ def add_metrics_routes(
 ) -> None:
     """Add the routes; `metrics` has the counts of this ingress."""
 
+    shared_text = SharedAnswer(
+        partial(_text, backend_provider, settings, metrics), settings.stats_fresh_s
+    )
+    shared_figures = SharedAnswer(
+        partial(_figures, backend_provider, settings), settings.stats_fresh_s
+    )
+
     @app.get("/metrics")
     async def prometheus_metrics() -> Response:
-        """Prometheus text. If the ranks do not answer, it has no figures of ranks."""
-        own = metrics.snapshot()
-        no_groups: list[dict[str, Any]] = []
-        no_stats: list[dict[str, Any]] = []
-        try:
-            backend = backend_provider()
-        except ServingError as error:
-            logger.warning("metrics without the ranks: %r", error)
-            return Response(metrics.render([]), media_type=CONTENT_TYPE)
-        metrics.set_model_name(backend.model_name)
-        timeout_s = settings.stats_timeout_s
-        total, groups, stats = await asyncio.gather(
-            _within(timeout_s, backend.ingress_metrics(own), own, "other ingresses"),
-            _within(timeout_s, backend.groups(), no_groups, "groups"),
-            _within(timeout_s, backend.rank_stats(), no_stats, "ranks"),
-        )
-        return Response(metrics.render(stats, total, groups), media_type=CONTENT_TYPE)
+        """Prometheus text, at most serve.stats_fresh_s old. If the ranks do not answer, it has no figures of ranks."""
+        return Response(await shared_text.get(), media_type=CONTENT_TYPE)
 
     @app.get("/ranks")
     async def ranks() -> Response:
-        """The ranks' counters and gauges now; a reader takes rates from two answers.
+        """The ranks' counters and gauges, at most serve.stats_fresh_s old; a reader takes rates from two answers.
 
         `time` (Unix seconds) is the clock for rates. Counters since the start: prompt_tokens, generation_tokens,
         preemptions, prefix_cache_queries, prefix_cache_hits, steps, idle_steps, step_seconds by part. Gauges:
@@ -58,25 +52,47 @@ def add_metrics_routes(
         which a rank decodes; null = no limit). `epoch` counts the rebuilds of the group.
         `groups` as in /ready.
         """
-        backend = backend_provider()
-        groups = await _within(settings.stats_timeout_s, backend.groups(), [], "groups")
-        try:
-            async with asyncio.timeout(settings.stats_timeout_s):
-                stats = await backend.rank_stats()
-        except (EngineDeadError, TimeoutError) as error:
-            reason = not_serving(groups) or str(error) or "the ranks do not answer"
-            raise EngineDeadError(reason) from error
-        return Response(
-            to_json(
-                {
-                    "time": time.time(),
-                    "model": backend.model_name,
-                    "groups": groups,
-                    "ranks": [_rank_fields(rank, values) for rank, values in enumerate(stats)],
-                }
-            ),
-            media_type="application/json",
-        )
+        return Response(await shared_figures.get(), media_type="application/json")
+
+
+async def _text(
+    provider: Callable[[], EngineBackend], settings: ApiSettings, metrics: IngressMetrics
+) -> bytes:
+    own = metrics.snapshot()
+    no_groups: list[dict[str, Any]] = []
+    no_stats: list[dict[str, Any]] = []
+    try:
+        backend = provider()
+    except ServingError as error:
+        logger.warning("metrics without the ranks: %r", error)
+        return metrics.render([])
+    metrics.set_model_name(backend.model_name)
+    timeout_s = settings.stats_timeout_s
+    total, groups, stats = await asyncio.gather(
+        _within(timeout_s, backend.ingress_metrics(own), own, "other ingresses"),
+        _within(timeout_s, backend.groups(), no_groups, "groups"),
+        _within(timeout_s, backend.rank_stats(), no_stats, "ranks"),
+    )
+    return metrics.render(stats, total, groups)
+
+
+async def _figures(provider: Callable[[], EngineBackend], settings: ApiSettings) -> bytes:
+    backend = provider()
+    groups = await _within(settings.stats_timeout_s, backend.groups(), [], "groups")
+    try:
+        async with asyncio.timeout(settings.stats_timeout_s):
+            stats = await backend.rank_stats()
+    except (EngineDeadError, TimeoutError) as error:
+        reason = not_serving(groups) or str(error) or "the ranks do not answer"
+        raise EngineDeadError(reason) from error
+    return to_json(
+        {
+            "time": time.time(),
+            "model": backend.model_name,
+            "groups": groups,
+            "ranks": [_rank_fields(rank, values) for rank, values in enumerate(stats)],
+        }
+    )
 
 
 async def _within(timeout_s: float, answer: Awaitable[T], default: T, what: str) -> T:

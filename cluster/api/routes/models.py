@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from cluster.api.answer.events import to_json
 from cluster.api.backend import EngineBackend
-from cluster.api.request.generation_factory import check_model
+from cluster.api.request.draft import check_model
 
 _VERSION = "anthropic-version"
 """Header of all clients of Anthropic's API."""
@@ -33,7 +33,7 @@ def add_model_routes(app: FastAPI, backend_provider: Callable[[], EngineBackend]
     async def model(request: Request, model: str) -> Response:
         """The served model."""
         backend = backend_provider()
-        check_model(model, backend)
+        check_model(model, backend.model_name)
         return _json(_card(request, backend, started))
 
 

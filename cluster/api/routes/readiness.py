@@ -61,7 +61,7 @@ class Readiness:
         fresh_s, now = self._settings.probe_fresh_s, time.monotonic()
         return [
             rank
-            for rank, age in enumerate(backend.token_ages())
+            for rank, age in backend.token_ages().items()
             if min(age, now - self._proven.get(rank, -float("inf"))) >= fresh_s
         ]
 
@@ -98,14 +98,17 @@ class Readiness:
                 stats = await backend.rank_stats()
         except (ServingError, TimeoutError):
             return {}
-        return {rank: _busy(values) for rank, values in enumerate(stats)}
+        return {values["rank"]: _busy(values) for values in stats}
 
 
 def not_serving(groups: list[dict[str, Any]]) -> str:
-    """Return the state of the first group that does not serve, with its reason; "" if all serve."""
-    group = next((group for group in groups if group["state"] != "serving"), None)
-    if group is None:
+    """Return the states of the groups, with their reasons, if none of them serves; "" otherwise."""
+    if any(group["state"] == "serving" for group in groups):
         return ""
+    return "; ".join(map(_state, groups))
+
+
+def _state(group: dict[str, Any]) -> str:
     stage = f" (stage {group['stage']})" if group["stage"] else ""
     reason = f": {group['error']}" if group["error"] else ""
     return f"the group is {group['state']}{stage} since {group['seconds']:.1f} s{reason}"

@@ -3,7 +3,7 @@
 A body of /v1/completions or /v1/chat/completions returns the tokens that a generation would have.
 """
 
-import asyncio
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -12,23 +12,23 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
 from cluster.api.answer.events import to_json
+from cluster.api.auth import sender_of
 from cluster.api.backend import EngineBackend
+from cluster.api.offload import Offload
+from cluster.api.request.draft import Drafter, EngineFacts, check_model
 from cluster.api.request.field_schemas import MESSAGES, TOKEN_IDS
-from cluster.api.request.generation_factory import check_model
-from cluster.api.request.json_body import read_json_object
-from cluster.api.request.prompt import PromptEncoder
 from cluster.api.request.protocol import (
     as_bad_request,
     parse_chat,
     parse_completion,
 )
 from cluster.api.request.tool_options import parse_tool_options
+from cluster.api.request.uploads import Uploads
 from cluster.api.routes.openapi import body_schema
 from cluster.api.settings import ApiSettings
-from cluster.api.tokenizer import ServingTokenizer
 from cluster.errors import BadRequestError
 
-_INLINE_TOKENS = 4096
+Work = Callable[[Drafter, dict[str, Any], EngineFacts], bytes]
 
 
 class TokenizeRequest(BaseModel):
@@ -67,66 +67,60 @@ class DetokenizeRequest(BaseModel):
 def add_tokenization_routes(
     app: FastAPI,
     backend_provider: Callable[[], EngineBackend],
-    tokenizer: ServingTokenizer,
+    offload: Offload,
+    uploads: Uploads,
     settings: ApiSettings,
 ) -> None:
     """Add the routes."""
-    prompts = PromptEncoder(tokenizer, settings)
+
+    async def answer(work: Work, request: Request) -> Response:
+        async with uploads.body(request) as body:
+            facts, sender = EngineFacts.of(backend_provider()), sender_of(request, settings)
+            content = await offload.on_body(work, body, facts, sender=sender)
+        return Response(content, media_type="application/json")
 
     @app.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or of a conversation."""
-        body = await read_json_object(request, settings)
-        backend = backend_provider()
-        asked = _parse(TokenizeRequest, body)
-        check_model(asked.model, backend)
-        token_ids = await _token_ids(asked, body, prompts, settings)
-
-        def answer() -> bytes:
-            wants_strings = asked.return_token_strs
-            return to_json(
-                {
-                    "count": len(token_ids),
-                    "max_model_len": backend.max_model_len,
-                    "tokens": token_ids,
-                    "token_strs": tokenizer.token_strings(token_ids) if wants_strings else None,
-                }
-            )
-
-        return await _respond(answer, len(token_ids))
+        return await answer(_tokenize, request)
 
     @app.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        body = await read_json_object(request, settings)
-        asked = _parse(DetokenizeRequest, body)
-        check_model(asked.model, backend_provider())
-        tokenizer.check_token_ids(asked.tokens, "tokens")
-
-        def answer() -> bytes:
-            return to_json({"prompt": tokenizer.decode(asked.tokens)})
-
-        return await _respond(answer, len(asked.tokens))
+        return await answer(_detokenize, request)
 
 
-async def _respond(answer: Callable[[], bytes], num_tokens: int) -> Response:
-    """Build long answers in a thread, so that streams do not stall."""
-    short = num_tokens <= _INLINE_TOKENS
-    body = answer() if short else await asyncio.to_thread(answer)
-    return Response(body, media_type="application/json")
+def _tokenize(drafter: Drafter, body: dict[str, Any], facts: EngineFacts) -> bytes:
+    asked = _parse(TokenizeRequest, body)
+    check_model(asked.model, facts.model_name)
+    token_ids = _token_ids(asked, body, drafter).tolist()
+    strings = drafter.tokenizer.token_strings(token_ids) if asked.return_token_strs else None
+    return to_json(
+        {
+            "count": len(token_ids),
+            "max_model_len": facts.max_model_len,
+            "tokens": token_ids,
+            "token_strs": strings,
+        }
+    )
 
 
-async def _token_ids(
-    asked: TokenizeRequest, body: dict[str, Any], prompts: PromptEncoder, settings: ApiSettings
-) -> list[int]:
+def _detokenize(drafter: Drafter, body: dict[str, Any], facts: EngineFacts) -> bytes:
+    asked = _parse(DetokenizeRequest, body)
+    check_model(asked.model, facts.model_name)
+    drafter.tokenizer.check_token_ids(asked.tokens, "tokens")
+    return to_json({"prompt": drafter.tokenizer.decode(asked.tokens)})
+
+
+def _token_ids(asked: TokenizeRequest, body: dict[str, Any], drafter: Drafter) -> "array[int]":
     if asked.messages is not None:
         if asked.prompt is not None:
             raise BadRequestError("prompt and messages exclude each other", param="prompt")
         request = parse_chat(body)
-        offer = parse_tool_options(request, settings)
+        offer = parse_tool_options(request, drafter.settings)
         tools = None if offer is None else offer.definitions
-        return (await prompts.chat(request, None, tools)).token_ids
-    found = await prompts.completion(parse_completion(body), keep=None)
+        return drafter.prompts.chat(request, None, tools).token_ids
+    found = drafter.prompts.completion(parse_completion(body), keep=None)
     if len(found) != 1:
         raise BadRequestError("prompt must be a single one", param="prompt")
     return found[0].token_ids

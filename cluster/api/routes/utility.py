@@ -14,6 +14,7 @@ from cluster.api.admission import AdmissionGate
 from cluster.api.answer.events import error_body, to_json
 from cluster.api.backend import EngineBackend
 from cluster.api.routes.readiness import Readiness
+from cluster.api.routes.shared_answer import SharedAnswer
 from cluster.api.settings import ApiSettings
 from cluster.errors import EngineDeadError, ServingError
 from workers.stats.versions import phalanx_version
@@ -28,12 +29,7 @@ def add_utility_routes(
     """Add the routes. Probes may be HEAD requests, too."""
     readiness = Readiness(backend_provider, settings)
 
-    async def ready() -> Response:
-        """200 when every rank has given a token within the last seconds, else 503 with the reason.
-
-        `groups`: state, its start (Unix seconds) and seconds; stage and progress of a start or rebuild; epoch; number
-        of rebuilds with their seconds by stage, and the last one; seconds since the last vote of each rank.
-        """
+    async def state() -> tuple[int, bytes, dict[str, str]]:
         groups = await readiness.groups()
         try:
             if gate.closed:
@@ -42,8 +38,20 @@ def add_utility_routes(
         except ServingError as error:
             body = json.loads(error_body(error)) | {"status": "not ready", "groups": groups}
             headers = {"retry-after": str(error.retry_after_s or 1)}
-            return Response(to_json(body), error.status, headers, media_type="application/json")
-        return _json({"status": "ready", "groups": groups})
+            return error.status, to_json(body), headers
+        return 200, to_json({"status": "ready", "groups": groups}), {}
+
+    shared = SharedAnswer(state, settings.stats_fresh_s)
+
+    async def ready() -> Response:
+        """200 when every rank has given a token within the last seconds, else 503 with the reason.
+
+        `groups`: state, its start (Unix seconds) and seconds; stage and progress of a start or rebuild; epoch; number
+        of rebuilds with their seconds by stage, and the last one; seconds since the last vote of each rank.
+        """
+        # A load balancer must learn of the end at once.
+        status, body, headers = await (state() if gate.closed else shared.get())
+        return Response(body, status, headers, media_type="application/json")
 
     async def live() -> Response:
         """200 while this process answers, whatever the state of the ranks."""

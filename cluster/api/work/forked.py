@@ -1,0 +1,79 @@
+"""The side of `processes` in the template and in its children: loads, forks, works, answers.
+
+The template has one thread and starts no other, so that its children may use all that it has loaded.
+"""
+
+import fcntl
+import gc
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from typing import Any
+
+LENGTH_BYTES = 8
+_NICENESS = 5  # streams of the parent come first
+
+
+def run(control_fd: int) -> None:
+    """Load what work needs, then fork a child for each socket that arrives, until the parent closes its end."""
+    context = pickle.load(sys.stdin.buffer)()
+    gc.freeze()  # a collection in a child would copy the pages of all that is loaded
+    os.nice(_NICENESS)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for a child
+    with socket.socket(fileno=control_fd) as control:
+        while True:
+            data, sockets, _, _ = socket.recv_fds(control, 1, 1)
+            if not data:
+                return
+            with socket.socket(fileno=sockets[0]) as connection:
+                if os.fork() == 0:
+                    control.close()
+                    _answer(context, connection)
+
+
+def _answer(context: object, connection: socket.socket) -> None:
+    """Do one piece of work in a child, and end it."""
+    try:
+        cpu_s, work, args = pickle.loads(_receive(connection))
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process, in any code
+        _end_with_peer(connection, True)
+        try:
+            outcome: tuple[bool, Any] = (True, work(context, *args))
+        except ValueError as error:  # of a user
+            outcome = (False, error)
+        except Exception as error:
+            traceback.print_exc()
+            outcome = (False, RuntimeError(f"{type(error).__name__}: {error}"))
+        answer = pickle.dumps(outcome)
+        _end_with_peer(connection, False)
+        connection.sendall(len(answer).to_bytes(LENGTH_BYTES) + answer)
+        code = 0
+    except BaseException:  # the parent has closed the socket, or sees an answer without end
+        code = 1
+    os._exit(code)
+
+
+def _receive(connection: socket.socket) -> bytearray:
+    """Return the job, which comes with its length before it. Raises EOFError if the parent has left."""
+    with connection.makefile("rb") as stream:
+        length = int.from_bytes(stream.read(LENGTH_BYTES))
+        job = bytearray(stream.read(length))
+    if not length or len(job) < length:
+        raise EOFError
+    return job
+
+
+def _end_with_peer(connection: socket.socket, on: bool) -> None:
+    """Whether the kernel ends this process, by SIGIO, when the parent closes its end. Off while the answer is sent."""
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(connection, fcntl.F_GETFL)
+    flags = flags | os.O_ASYNC if on else flags & ~os.O_ASYNC
+    fcntl.fcntl(connection, fcntl.F_SETFL, flags)
+    if on:
+        with suppress(BlockingIOError):
+            if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                raise EOFError  # it was closed before

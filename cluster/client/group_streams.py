@@ -1,0 +1,141 @@
+"""The ranks of one epoch of a group as an ingress reaches them: their inboxes, and one stream of tokens from all ranks.
+
+Valid for one lease of the ingress and one epoch of the group; after either has ended, a GroupClient opens the next one.
+A stream that has lost a message in either direction is opened again, without the other streams.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from ray.exceptions import RayError
+
+from cluster.client.stream_watch import StreamWatch
+from cluster.supervisor.ray_calls import gather
+from cluster.supervisor.status import GroupMembers
+from kernels.host.owned import Failed, OwnedTask
+from workers.wire.inbox import InboxSender
+from workers.wire.request import EngineRequest, RequestOutput
+from workers.wire.secure_socket import StreamAddress
+from workers.wire.token_stream import TokenReceiver
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+
+Deliver = Callable[[int, int, list[RequestOutput]], None]
+"""deliver(rank, load_of_others, outputs): what one rank sent after one step."""
+
+
+class GroupStreams:
+    """Call `open` first.
+
+    stream_id: names the streams in the ranks; differs from that of all earlier GroupStreams.
+    """
+
+    def __init__(self, members: GroupMembers, stream_id: str, address: str, deliver: Deliver):
+        self.epoch = members.epoch
+        self._members = members
+        self._stream_id = stream_id
+        self._deliver = deliver
+        self._reopened: Callable[[int], None]
+        self._failed: Failed
+        self._inboxes: list[InboxSender] = []
+        self._watches: list[StreamWatch] = []
+        self._broken: dict[int, OwnedTask] = {}  # by rank; outputs of these ranks are dropped
+        self._opened = asyncio.Event()
+        self._receiver = TokenReceiver(address, self.epoch)
+        self._receiver.listen(self)
+
+    async def open(self, reopened: Callable[[int], None], failed: Failed) -> None:
+        """Open the stream of every rank. Raises RayError when a rank is gone, OSError without free descriptors.
+
+        reopened(rank): called when a stream is open again, and its rank has aborted the requests of the stream before
+        failed: called with an unexpected error of a task
+        """
+        self._reopened, self._failed = reopened, failed
+        ranks = range(len(self._members.ranks))
+        streams = [self._receiver.open_stream(rank) for rank in ranks]
+        inboxes = await gather(map(self._open_stream, ranks, streams))
+        for inbox, stream in zip(inboxes, streams, strict=True):
+            self._inboxes.append(InboxSender(inbox, self.epoch, stream))
+        self._watches = [StreamWatch(time.monotonic()) for _ in ranks]
+        self._opened.set()
+
+    def check_silence(self) -> None:
+        """Open the streams again of ranks that send no beats."""
+        for rank, watch in enumerate(self._watches):
+            self._give_up(rank, watch.silence(time.monotonic()))
+
+    def submit(self, rank: int, request: EngineRequest) -> None:
+        """Send a request to `rank`; its tokens come by this client's stream."""
+        self._inboxes[rank].submit(replace(request, ingress_id=self._stream_id))
+
+    def abort(self, rank: int, request_id: str) -> None:
+        """End a request; a rank ignores requests that it has finished."""
+        self._inboxes[rank].abort(request_id)
+
+    async def stats(self) -> list[dict[str, Any]]:
+        """Counters and gauges of each rank, in rank order. Raises RayError when a rank is gone."""
+        return await gather([rank.stats.remote() for rank in self._members.ranks])
+
+    def close(self) -> None:
+        """Drop what was not sent or not read, and stop listening."""
+        for task in self._broken.values():
+            task.cancel()
+        for inbox in self._inboxes:
+            inbox.close()
+        self._receiver.close()
+
+    # What the receiver calls.
+
+    def deliver(self, rank: int, load_of_others: int, outputs: list[RequestOutput]) -> None:
+        """Pass outputs on, unless they continue outputs that were lost."""
+        if rank not in self._broken:
+            self._deliver(rank, load_of_others, outputs)
+
+    def beat(self, rank: int, num_taken: int | None) -> None:
+        """Check that the messages of this client arrive."""
+        if self._opened.is_set() and rank not in self._broken:
+            num_sent = self._inboxes[rank].num_sent
+            self._give_up(rank, self._watches[rank].beat(num_taken, num_sent, time.monotonic()))
+
+    def lost(self, rank: int) -> None:
+        """Open the stream of a rank again."""
+        self._give_up(rank, "a message of the rank is missing")
+
+    def _give_up(self, rank: int, reason: str | None) -> None:
+        """Open a stream again, if there is a reason; until then its rank's outputs are dropped."""
+        if reason is None or rank in self._broken:
+            return
+        logger.warning("the stream of rank %d is opened again: %s", rank, reason)
+        self._broken[rank] = OwnedTask(self._reopen(rank), self._failed, "reopen", may_end=True)
+
+    async def _reopen(self, rank: int) -> None:
+        """Open the stream of a rank again; try until `close` while the rank does not answer."""
+        await self._opened.wait()
+        while True:
+            stream = self._receiver.open_stream(rank)
+            try:
+                inbox = await self._open_stream(rank, stream)
+                sender = InboxSender(inbox, self.epoch, stream)
+                break
+            except (RayError, OSError) as error:
+                logger.warning("the stream of rank %d cannot be opened yet: %s", rank, error)
+                await asyncio.sleep(RETRY_S)
+        self._inboxes[rank].close()
+        self._inboxes[rank] = sender
+        self._watches[rank] = StreamWatch(time.monotonic())
+        del self._broken[rank]
+        self._reopened(rank)
+
+    def _open_stream(self, rank: int, stream: bytes) -> Awaitable[StreamAddress]:
+        """Return the inbox of a rank, once the rank sends to this client."""
+        handle, address = self._members.ranks[rank], self._receiver.address
+        opened: Awaitable[StreamAddress] = handle.open_stream.remote(
+            self.epoch, self._stream_id, address, stream
+        )
+        return opened
