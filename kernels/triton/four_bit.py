@@ -72,6 +72,17 @@ def load_codes(at_ptr, tile_stride, TILE_W: tl.constexpr):
 
 
 @triton.jit
+def _load_part(words_ptr, at, TILE_W: tl.constexpr, PER_WORD: tl.constexpr):
+    """Return int32 [W]: the parts of 32-bit words that are places at, at + 1 .. of values, PER_WORD of a word.
+
+    Each row reads its whole word: copies to shared memory ahead of time have 4 bytes or more.
+    """
+    lanes = tl.arange(0, TILE_W)
+    words = tl.load(words_ptr + at // PER_WORD + lanes // PER_WORD)
+    return words >> (lanes % PER_WORD * (32 // PER_WORD))
+
+
+@triton.jit
 def load_scales(
     scales_ptr,
     zeros_ptr,
@@ -79,33 +90,38 @@ def load_scales(
     num_rows,
     block,
     GROUP: tl.constexpr,
+    KIND: tl.constexpr,
     ZEROS: tl.constexpr,
     TILE_W: tl.constexpr,
 ):
-    """Return scales and zero points [W] of rows from `row` on, of a block's columns in the low, then the high bits."""
-    rows = row + tl.arange(0, TILE_W)
-    at = (block * 64 // GROUP) * num_rows + rows
-    scales = tl.load(scales_ptr + at)
-    zeros = tl.full((TILE_W,), 8, tl.uint8)
+    """Return scales and zero points [W] of rows from `row` on, of a block's columns in the low, then the high bits.
+
+    scales, zeros   places of 32-bit words
+    """
+    PER_WORD: tl.constexpr = 2 if KIND == "int4" else 4
+    at = (block * 64 // GROUP) * num_rows + row
+    scales = _load_part(scales_ptr, at, TILE_W, PER_WORD)
+    zeros = tl.full((TILE_W,), 8, tl.int32)
     if ZEROS:
-        zeros = tl.load(zeros_ptr + at)
+        zeros = _load_part(zeros_ptr, at, TILE_W, 4) & 15
     high_scales, high_zeros = scales, zeros
     if GROUP == 32:
-        high_scales = tl.load(scales_ptr + num_rows + at)
+        high_scales = _load_part(scales_ptr, at + num_rows, TILE_W, PER_WORD)
         if ZEROS:
-            high_zeros = tl.load(zeros_ptr + num_rows + at)
+            high_zeros = _load_part(zeros_ptr, at + num_rows, TILE_W, 4) & 15
     return scales, zeros, high_scales, high_zeros
 
 
 @triton.jit
 def _scale_of(scales, KIND: tl.constexpr, PACKED: tl.constexpr):
-    """Return scales as factors: in bfloat16 where PACKED, of MXFP4 times 2 ** 126; else in float32."""
+    """Return scales, low bits of words, as factors: in bfloat16 where PACKED, MXFP4 times 2 ** 126; else in float32."""
     if KIND == "int4":
-        factors = scales.to(tl.bfloat16 if PACKED else tl.float32)
+        halves = scales.to(tl.int16).to(tl.float16, bitcast=True)
+        factors = halves.to(tl.bfloat16 if PACKED else tl.float32)
     elif PACKED:
-        factors = ((scales.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
+        factors = (((scales & 255) + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        factors = tl.exp2(scales.to(tl.float32) - 127)
+        factors = tl.exp2((scales & 255).to(tl.float32) - 127)
     return factors
 
 

@@ -123,31 +123,31 @@ def _multiply(
     TILE_W: tl.constexpr = out.shape[0]
     row_tile = num_blocks.to(tl.int64) * 2048
     at, up_at = codes_ptr + row // 64 * row_tile, codes_ptr + up_row // 64 * row_tile
-    # Scales are read one block early: they go to registers, so that no ring in shared memory hides their latency.
-    s0, z0, s1, z1 = load_scales(scales_ptr, zeros_ptr, row, num_rows, 0, GROUP, ZEROS, TILE_W)
-    t0, y0, t1, y1 = s0, z0, s1, z1
-    if GATED:
-        t0, y0, t1, y1 = load_scales(
-            scales_ptr, zeros_ptr, up_row, num_rows, 0, GROUP, ZEROS, TILE_W
-        )
     for block in tl.range(0, num_blocks, loop_unroll_factor=UNROLL):
-        following = tl.minimum(block + 1, num_blocks - 1)
         places = block * 64 + tl.arange(0, 64)
         if ORDERED:
             places = tl.load(order_at + places)
         tile = tl.load(x_at + places[None, :], mask=inside[:, None], other=0)
-        factors = (s0, z0, s1, z1)
-        s0, z0, s1, z1 = load_scales(
-            scales_ptr, zeros_ptr, row, num_rows, following, GROUP, ZEROS, TILE_W
+        factors = load_scales(
+            scales_ptr, zeros_ptr, row, num_rows, block, GROUP, KIND, ZEROS, TILE_W
         )
         out = _product(out, tile, at + block * 2048, row_tile, factors, KIND, PACKED, DTYPE)
         if GATED:
-            factors = (t0, y0, t1, y1)
-            t0, y0, t1, y1 = load_scales(
-                scales_ptr, zeros_ptr, up_row, num_rows, following, GROUP, ZEROS, TILE_W
+            factors = load_scales(
+                scales_ptr, zeros_ptr, up_row, num_rows, block, GROUP, KIND, ZEROS, TILE_W
             )
             up = _product(up, tile, up_at + block * 2048, row_tile, factors, KIND, PACKED, DTYPE)
     return out, up
+
+
+@triton.jit
+def _weights_at(
+    codes_ptr, scales_ptr, zeros_ptr, row, depth, GROUP: tl.constexpr, KIND: tl.constexpr
+):
+    """Return the places of codes, and of scales and zero points in 32-bit words, from a weight row on."""
+    words = row * (depth // GROUP) // 4
+    scale_words = words * 2 if KIND == "int4" else words
+    return codes_ptr + row * (depth // 2), scales_ptr + scale_words, zeros_ptr + words
 
 
 @triton.jit
@@ -197,14 +197,13 @@ def grouped_gemm_four_bit_kernel(
         if INDEXED:
             rows = tl.load(row_ptr + permuted, mask=inside, other=0).to(tl.int64)
         matrix, columns = expert.to(tl.int64) * num_rows, column + tl.arange(0, TILE_W)
-        groups = matrix * (depth // GROUP)
+        weights = _weights_at(codes_ptr, scales_ptr, zeros_ptr, matrix, depth, GROUP, KIND)
         whole = columns < width
         out, up = _multiply(
             *(x_ptr + rows[:, None] * x_stride, order_ptr + expert * depth, inside),
             _start(bias_ptr, matrix + column, whole, HAS_BIAS, TILE_R),
             _start(bias_ptr, matrix + column + width, whole, HAS_BIAS and GATED, TILE_R),
-            (codes_ptr + matrix * (depth // 2), scales_ptr + groups, zeros_ptr + groups),
-            *((column, column + width, num_rows), depth // 64),
+            *(weights, (column, column + width, num_rows), depth // 64),
             *(GATED, GROUP, KIND, ZEROS, ORDERED, PACKED, UNROLL),
         )
         if GATED:
@@ -249,8 +248,8 @@ def grouped_gemm_four_bit(
     most_tiles = tile.most_tiles(num_permuted, num_experts, width)
     grouped_gemm_four_bit_kernel[(min(num_sms * tile.programs_per_sm, most_tiles),)](
         *(x, x.stride(0), x if row_R is None else row_R),
-        *(weights.values, weights.scales),
-        weights.values if weights.zeros is None else weights.zeros,
+        *(weights.values, weights.scales.view(torch.int32)),
+        weights.values if weights.zeros is None else weights.zeros.view(torch.int32),
         starts_e if weights.order is None else weights.order,
         *(starts_e, ends_e, out_RW, width, depth),
         x if bias is None else bias,
