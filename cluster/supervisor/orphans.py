@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 SUPERVISOR = "supervisor:"
 RANK = "rank:"
-_OWNED = re.compile(r".+:(?P<supervisor>[0-9a-f]{32})(:|$)")
+_OWNED = re.compile(r".+?:(?P<supervisor>[0-9a-f]{32})(:|$)")
 """Begins the name of each placement group of a launcher, and after RANK the name of each of its actors."""
 
 

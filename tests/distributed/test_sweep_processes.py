@@ -104,11 +104,9 @@ def test_overlap_is_swept_over_gloo_and_one_that_fails_costs_no_other(dry_run, t
     options = (
         "--ranks 2 --all2alls deepep,torch_dist --gemms auto --model configs/models/demo --layers 2"
     )
-    options += f" --max-model-len 64 --prefill 8,16 --rounds 2 --trace {tmp_path / 'step'}"
+    options += " --max-model-len 64 --prefill 8,16 --rounds 2"
     (group,) = dry_run("overlap", options)["groups"]
     figures = group["all2alls"]
     assert "on GPUs only" in figures["deepep"]["missing"]
     for name in ("resident", "torch_dist"):
         assert [len(step["whole_ms"]) for step in figures[name]["steps"]] == [2, 2]
-    assert figures["torch_dist"]["traced"]["tokens"] == 16
-    assert (tmp_path / "step-auto-prefill.png").exists()

@@ -119,7 +119,9 @@ def test_few_layers_are_two_of_each_spec() -> None:
 
 
 def test_the_forward_with_a_dummy_is_finite(epoch: Epoch) -> None:
-    runner, scheduler = epoch.make(8, DummyAttention(epoch.backends.attention))
+    runner, scheduler = epoch.make(
+        epoch.process.caches.new_manager(8), DummyAttention(epoch.backends.attention)
+    )
     hidden: list[torch.Tensor] = []
     forward = runner.model.forward
 
@@ -137,7 +139,8 @@ def test_the_forward_with_a_dummy_is_finite(epoch: Epoch) -> None:
 def test_a_cut_prompt_goes_on_beside_decodes(epoch: Epoch) -> None:
     """Kernels for it must not compile while requests run."""
     steps = epoch.make.warm_up_steps()
-    runner, scheduler = epoch.make(steps.num_blocks, DummyAttention(epoch.backends.attention))
+    cache = epoch.process.caches.new_manager(steps.num_blocks)
+    runner, scheduler = epoch.make(cache, DummyAttention(epoch.backends.attention))
     rests, launch = [], runner.launch
 
     def keep(batch: ScheduledBatch, plan: object) -> object:

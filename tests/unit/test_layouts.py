@@ -19,6 +19,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roster, "REPLACEMENT_S", 0.05)
 
 
+def unexpected(error: BaseException) -> None:
+    """No task of a roster may end by an error here."""
+    raise error
+
+
 class Launcher(FakeLauncher):
     """New processes answer on the nodes in `works`."""
 
@@ -52,7 +57,9 @@ def test_the_largest_layout(num_nodes, dead, lost, works, expected):
         ranks = [FakeRank(rank) for rank in range(6)]
         launcher = Launcher(ranks)
         launcher.lost, launcher.works = set(lost), works
-        subject = Roster(launcher, on_nodes(6, num_nodes), lambda facts: (), shrink=True)
+        subject = Roster(
+            launcher, on_nodes(6, num_nodes), lambda facts: (), unexpected, shrink=True
+        )
         await subject.launch(1.0)
         await subject.renew([rank not in dead for rank in range(6)], subject.wanted)
         found = [launcher.all.index(handle) for handle in subject.ranks]
@@ -70,7 +77,7 @@ def test_all_are_lost():
     async def scenario() -> None:
         launcher = Launcher([FakeRank(rank) for rank in range(2)])
         launcher.lost = {0}
-        subject = Roster(launcher, rank_config(2), lambda facts: (), shrink=True)
+        subject = Roster(launcher, rank_config(2), lambda facts: (), unexpected, shrink=True)
         await subject.launch(1.0)
         with pytest.raises(PlacementError, match="no rank is left"):
             await subject.renew([False, False], subject.wanted)

@@ -16,7 +16,8 @@ MODULES = sorted(
     for path in (ROOT / "scripts").rglob("*.py")
     if '__name__ == "__main__"' in path.read_text()
 )
-NO_RESULTS = ("scripts.bench.engine", "scripts.bench.hosts_rank")  # parts of other measurements
+# Parts of other measurements, and no measurement.
+NO_RESULTS = ("scripts.bench.engine", "scripts.bench.hosts_rank", "scripts.make_checkpoint")
 PYTEST = "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q -rfE"
 TOOLS = ("bash", "basename", "cat", "cksum", "dirname", "env", "flock", "mkdir", "rm", "touch")
 

@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_named() -> None:
         memory_for("the weights", 61_100_000_000),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-    assert str(said.value).endswith("deepgemm_fp8, takes less")
+    assert str(said.value).endswith("`phalanx check` on a GPU names settings that fit")
     with (
         pytest.raises(
             OutOfDeviceMemoryError, match=r"this machine has no room for the KV cache: ."

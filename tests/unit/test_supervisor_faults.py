@@ -235,8 +235,8 @@ def test_a_start_ends_the_ranks_of_supervisors_that_are_gone(
     names = {
         "phalanx": [
             "supervisor:app",
-            f"rank:app:{lives}:0:1",
-            f"rank:app:{gone}:0:2",
+            f"rank:app:{lives}:0:{'1' * 32}",
+            f"rank:app:{gone}:0:{'2' * 32}",
             f"rank:other:{gone}:1:3@10.0.0.1",
             "something else",
         ],
@@ -260,7 +260,7 @@ def test_a_start_ends_the_ranks_of_supervisors_that_are_gone(
     monkeypatch.setattr(orphans, "remove_placement_group", ended.append)
     orphans.sweep()
     assert ended == [
-        f"rank:app:{gone}:0:2",
+        f"rank:app:{gone}:0:{'2' * 32}",
         f"rank:other:{gone}:1:3@10.0.0.1",
         f"app:{gone}",
         f"app:{gone}:beside:2",
