@@ -21,7 +21,7 @@ from workers.config import RankConfig
 from workers.rank.actor import RankActor
 
 MAX_PLACEMENT_S = 60.0
-ROOM_WAIT_S = 5.0
+CAPACITY_WAIT_S = 5.0
 """Time in which Ray reserves the place of one more process, if its node has room."""
 SPARE_DELAY_S = 1.0
 """Time of service before a spare process starts, which takes processor time from the ranks."""
@@ -59,7 +59,7 @@ class Launcher(Protocol):
     async def start_spares(self) -> None:
         """Let Ray start a process on each node before it is needed."""
 
-    def has_room(self, bundle: int) -> bool:
+    def has_capacity(self, bundle: int) -> bool:
         """Whether the bundle has a living node."""
 
     async def answers(self, bundle: int) -> bool:
@@ -232,7 +232,7 @@ class RankLauncher:
     async def _reserve_beside(self, config: RankConfig, bundle: int, own: str) -> PlacementGroup:
         name = self._name_beside(own)
         beside = placement.create_beside(config, self._node(bundle), name, joined=self._joined)
-        if await asyncio.to_thread(beside.wait, ROOM_WAIT_S):
+        if await asyncio.to_thread(beside.wait, CAPACITY_WAIT_S):
             return beside
         remove_placement_group(beside)
         raise placement.no_room_beside(config)
@@ -247,7 +247,7 @@ class RankLauncher:
     def _name_beside(self, own: str) -> str:
         return f"{self._name}:beside:{own}"
 
-    def has_room(self, bundle: int) -> bool:
+    def has_capacity(self, bundle: int) -> bool:
         """Whether the node of `bundle` lives, or Ray has found another node for the bundle."""
         return self._node(bundle) is not None
 
@@ -283,7 +283,7 @@ class RankLauncher:
             return False
         name = self._name_on(address)
         place = placement.find(name) or placement.create_on(self._config, address, name)
-        if not await asyncio.to_thread(place.wait, ROOM_WAIT_S):
+        if not await asyncio.to_thread(place.wait, CAPACITY_WAIT_S):
             remove_placement_group(place)
             return False
         self._moved[bundle], self._addresses[bundle] = place, address

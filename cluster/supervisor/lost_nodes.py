@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping
 
-from cluster.supervisor.launcher import ROOM_WAIT_S, Launcher
+from cluster.supervisor.launcher import CAPACITY_WAIT_S, Launcher
 from cluster.supervisor.placement import NodeLostError
 
 logger = logging.getLogger(__name__)
@@ -35,11 +35,11 @@ async def leave_draining(launcher: Launcher, bundles: Collection[int]) -> dict[i
     }
 
 
-async def wait_for_room(launcher: Launcher, num_nodes: int) -> None:
+async def wait_for_capacity(launcher: Launcher, num_nodes: int) -> None:
     """Give Ray time to find nodes for the bundles of lost nodes."""
-    deadline = time.monotonic() + ROOM_WAIT_S
+    deadline = time.monotonic() + CAPACITY_WAIT_S
     while time.monotonic() < deadline:
-        if all(map(launcher.has_room, range(num_nodes))):
+        if all(map(launcher.has_capacity, range(num_nodes))):
             return
         await asyncio.sleep(POLL_S)
 

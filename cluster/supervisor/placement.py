@@ -11,12 +11,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.supervisor.room import (
-    NodeRoom,
+from cluster.supervisor.capacity import (
+    NodeCapacity,
     bundle,
     demand,
     large_enough,
-    node_rooms,
+    node_capacities,
     suffices,
     table,
 )
@@ -40,7 +40,7 @@ class PlacementError(ValueError):
 
 
 class NodeLostError(PlacementError):
-    """The node of a rank does not come back, and no other node has room for the rank."""
+    """The node of a rank does not come back, and no other node has node for the rank."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def create(config: RankConfig, name: str) -> PlacementGroup:
 
     Raises ValueError when another living placement group has the name.
     """
-    needed = bundle(config, rooms(config))
+    needed = bundle(config, capacities(config))
     strategy = "STRICT_PACK" if config.dims.on_one_host else "STRICT_SPREAD"
     group: PlacementGroup = placement_group(
         [needed] * config.num_nodes, strategy=strategy, name=name, lifetime="detached"
@@ -123,14 +123,14 @@ def create_on(config: RankConfig, address: str, name: str) -> PlacementGroup:
 
 
 def other_node(config: RankConfig, taken: Collection[str]) -> str | None:
-    """Return the address of a node with room for the ranks of one node, beside the nodes with addresses `taken`.
+    """Return the address of a node with node for the ranks of one node, beside the nodes with addresses `taken`.
 
     It has GPUs of the same kind as those nodes. None: there is no such node
     """
-    found = rooms(config)
-    kinds = {room.kind for room in found if room.address in taken}
-    free = (room for room in found if not room.lack and room.address not in taken)
-    return next((room.address for room in free if not kinds or room.kind in kinds), None)
+    found = capacities(config)
+    kinds = {node.kind for node in found if node.address in taken}
+    free = (node for node in found if not node.lack and node.address not in taken)
+    return next((node.address for node in free if not kinds or node.kind in kinds), None)
 
 
 def draining_nodes() -> dict[str, float]:
@@ -143,7 +143,7 @@ def draining_nodes() -> dict[str, float]:
 
 
 def no_room_beside(config: RankConfig) -> PlacementError:
-    """The error of a node without room for one more process."""
+    """The error of a node without node for one more process."""
     device = "GPU" if config.device == "cuda" else "CPU"
     return PlacementError(f"no free {device} for one more rank process on a node of the group")
 
@@ -176,10 +176,10 @@ def check_gpus(config: RankConfig, nodes: Sequence[Node]) -> None:
         )
 
 
-def rooms(config: RankConfig) -> list[NodeRoom]:
+def capacities(config: RankConfig) -> list[NodeCapacity]:
     """What each node of the Ray cluster has free for the ranks."""
     free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
-    return node_rooms(config, nodes(), free, draining_nodes())
+    return node_capacities(config, nodes(), free, draining_nodes())
 
 
 def resized(config: RankConfig, *, num_ranks: int, num_nodes: int) -> RankConfig:
@@ -198,9 +198,9 @@ def wait_ready(config: RankConfig, group: PlacementGroup, timeout_s: float) -> N
     """
     if group.wait(min(MISSING_S, timeout_s)):
         return
-    if large_enough(config, rooms(config)) and group.wait(SHORTAGE_S - MISSING_S):
+    if large_enough(config, capacities(config)) and group.wait(SHORTAGE_S - MISSING_S):
         return
-    found = rooms(config)
+    found = capacities(config)
     if suffices(config, found) and group.wait(max(0.0, timeout_s - SHORTAGE_S)):
         return
     if not group.wait(0):

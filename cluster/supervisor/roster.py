@@ -134,7 +134,7 @@ class Roster:
                 self._end(member)
             stay.append(member if kept else None)
         if self.may_shrink:
-            await lost_nodes.wait_for_room(self._launcher, target.num_nodes)
+            await lost_nodes.wait_for_capacity(self._launcher, target.num_nodes)
         while True:
             config, bundles = await self._fit(target, [m for m in stay if m is not None], full)
             self._members = await self._seat(config, bundles, stay)
@@ -266,12 +266,13 @@ class Roster:
         bundles = list(range(target.num_nodes))
         if not self.may_shrink:
             return target, bundles
-        room = dict.fromkeys(bundles, per_node)
+        capacity = dict.fromkeys(bundles, per_node)
         full = full | self._irreplaceable | await lost_nodes.silent(self._launcher, bundles)
         for bundle in full.intersection(bundles):
-            room[bundle] = sum(member.bundle == bundle for member in stay)
+            capacity[bundle] = sum(member.bundle == bundle for member in stay)
         layouts = [
-            (count, [b for b in bundles if room[b] >= count]) for count in range(1, per_node + 1)
+            (count, [b for b in bundles if capacity[b] >= count])
+            for count in range(1, per_node + 1)
         ]
         count, bundles = max(layouts, key=lambda layout: (layout[0] * len(layout[1]), layout[0]))
         if not bundles:

@@ -260,7 +260,7 @@ class FakeLauncher:
     async def start_spares(self) -> None:
         self.num_spares += 1
 
-    def has_room(self, bundle: int) -> bool:
+    def has_capacity(self, bundle: int) -> bool:
         return bundle not in self.lost
 
     async def answers(self, bundle: int) -> bool:

@@ -22,7 +22,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "STOP_TIMEOUT_S", 0.02)
     monkeypatch.setattr(relocation, "GROW_S", 0.01)
     monkeypatch.setattr(lost_nodes, "POLL_S", 0.001)
-    monkeypatch.setattr(lost_nodes, "ROOM_WAIT_S", 0.02)
+    monkeypatch.setattr(lost_nodes, "CAPACITY_WAIT_S", 0.02)
 
 
 def test_ranks_move_to_a_node_with_room_after_their_successors_have_loaded() -> None:
@@ -238,7 +238,7 @@ def test_the_node_of_a_move_has_room_and_is_not_drained(monkeypatch: pytest.Monk
     monkeypatch.setattr(time, "time", lambda: 90.0)
     config = rank_config(2, num_nodes=2)
     assert placement.draining_nodes() == {"id-a": math.inf, "id-c": 9.0}
-    assert [room.lack for room in placement.rooms(config)] == [
+    assert [room.lack for room in placement.capacities(config)] == [
         "draining",
         "1 CPU(s) taken",
         "draining",

@@ -15,7 +15,7 @@ from workers.config import RankConfig
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_nodes, "POLL_S", 0.001)
-    monkeypatch.setattr(lost_nodes, "ROOM_WAIT_S", 0.01)
+    monkeypatch.setattr(lost_nodes, "CAPACITY_WAIT_S", 0.01)
     monkeypatch.setattr(roster, "REPLACEMENT_S", 0.05)
 
 

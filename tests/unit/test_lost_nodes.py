@@ -14,7 +14,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "STOP_TIMEOUT_S", 0.02)
     monkeypatch.setattr(relocation, "GROW_S", 0.01)
     monkeypatch.setattr(lost_nodes, "POLL_S", 0.001)
-    monkeypatch.setattr(lost_nodes, "ROOM_WAIT_S", 0.02)
+    monkeypatch.setattr(lost_nodes, "CAPACITY_WAIT_S", 0.02)
 
 
 def cut(now: Scene, rank: int) -> None:

@@ -20,7 +20,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relocation, "GROW_S", 0.01)
     monkeypatch.setattr(group, "CHECKPOINT_RETRY_S", 0.01)
     monkeypatch.setattr(lost_nodes, "POLL_S", 0.001)
-    monkeypatch.setattr(lost_nodes, "ROOM_WAIT_S", 0.02)
+    monkeypatch.setattr(lost_nodes, "CAPACITY_WAIT_S", 0.02)
     monkeypatch.setattr(roster, "RESTOCK_S", 0.01)
 
 

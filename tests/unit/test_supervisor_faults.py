@@ -109,14 +109,14 @@ def test_a_look_for_room_that_fails_is_not_the_last_one(monkeypatch: pytest.Monk
         running = asyncio.create_task(subject.run())
         await until(lambda: bool(launcher.ranks[0].calls["done"]))
         failures = 3
-        has_room = subject._roster.has_room_to_grow
+        has_capacity = subject._roster.has_room_to_grow
 
         async def fails() -> bool:
             nonlocal failures
             failures -= 1
             if failures >= 0:
                 raise ConnectionError("Ray's GCS does not answer")
-            return await has_room()
+            return await has_capacity()
 
         subject._roster.has_room_to_grow = fails
         subject._roster.wanted = rank_config(3)  # as after a node was lost

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from cluster.supervisor.capacity import bundle, node_capacities, suffices, table
 from cluster.supervisor.placement import PlacementError, wait_ready
-from cluster.supervisor.room import bundle, node_rooms, suffices, table
 from kernels.interface.config import KernelsConfig
 from workers.config import CacheConfig, ModelSection, RankConfig, SchedulerConfig
 
@@ -52,9 +52,9 @@ def free_of(nodes: list[dict[str, Any]], **taken: float) -> dict[str, dict[str, 
 def test_missing_and_taken_nodes_stand_in_the_table_line_by_line() -> None:
     nodes = [node("1", 8), node("2", 8), node("3", 0), node("4", 4), node("5", 8, alive=False)]
     wanted = config(24, 3)
-    rooms = node_rooms(wanted, nodes, free_of(nodes, n2=7))
-    assert not suffices(wanted, rooms)
-    lines = table(wanted, rooms).splitlines()
+    found = node_capacities(wanted, nodes, free_of(nodes, n2=7))
+    assert not suffices(wanted, found)
+    lines = table(wanted, found).splitlines()
     assert "24 rank(s) on 3 node(s) (cluster.ranks, cluster.nodes)" in lines[0]
     assert "8 free CPU(s) and 8 free GPU(s), which 1 of 3 node(s) have" in lines[0]
     assert [line.split() for line in lines[2:7]] == [
@@ -69,29 +69,29 @@ def test_missing_and_taken_nodes_stand_in_the_table_line_by_line() -> None:
 def test_a_dead_node_whose_address_lives_again_is_not_listed() -> None:
     nodes = [node("1", 0, alive=False), node("1", 0)]
     wanted = config(1, 1, "cpu")
-    rooms = node_rooms(wanted, nodes, free_of(nodes))
-    assert [room.lack for room in rooms] == [""] and suffices(wanted, rooms)
+    found = node_capacities(wanted, nodes, free_of(nodes))
+    assert [node.lack for node in found] == [""] and suffices(wanted, found)
 
 
 def test_gpus_of_one_kind_take_the_ranks() -> None:
     nodes = [node("1", 8), node("2", 8, "A100"), node("3", 8)]
-    rooms = node_rooms(config(16, 2), nodes, free_of(nodes))
-    assert suffices(config(16, 2), rooms)
-    assert bundle(config(16, 2), rooms) == {
+    found = node_capacities(config(16, 2), nodes, free_of(nodes))
+    assert suffices(config(16, 2), found)
+    assert bundle(config(16, 2), found) == {
         "CPU": 8.0,
         "GPU": 8.0,
         "accelerator_type:H100": 0.001,
     }
-    mixed = node_rooms(config(24, 3), nodes, free_of(nodes))
+    mixed = node_capacities(config(24, 3), nodes, free_of(nodes))
     assert not suffices(config(24, 3), mixed)
     assert "A100, not H100 as elsewhere" in table(config(24, 3), mixed)
 
 
 def test_equal_gpus_need_no_kind() -> None:
     nodes = [node("1", 8), node("2", 8), node("3", 0)]
-    rooms = node_rooms(config(16, 2), nodes, free_of(nodes))
-    assert bundle(config(16, 2), rooms) == {"CPU": 8.0, "GPU": 8.0}
-    assert bundle(config(2, 2, "cpu"), rooms) == {"CPU": 1.0}
+    found = node_capacities(config(16, 2), nodes, free_of(nodes))
+    assert bundle(config(16, 2), found) == {"CPU": 8.0, "GPU": 8.0}
+    assert bundle(config(2, 2, "cpu"), found) == {"CPU": 1.0}
 
 
 class FakePlacementGroup:
@@ -119,8 +119,8 @@ def test_ranks_with_room_are_waited_for(
 ) -> None:
     nodes = [node("1", 8)]
     wanted = config(8, 1)
-    found = node_rooms(wanted, nodes, free_of(nodes, n1=taken))
-    monkeypatch.setattr("cluster.supervisor.placement.rooms", lambda config: found)
+    found = node_capacities(wanted, nodes, free_of(nodes, n1=taken))
+    monkeypatch.setattr("cluster.supervisor.placement.capacities", lambda config: found)
     group = FakePlacementGroup(ready_at)
     wait_ready(wanted, group, 60.0)
     assert group.waits == waits
@@ -139,8 +139,8 @@ def test_a_shortage_is_an_error_within_ten_seconds(
     """Six of them are for the start of Python and Ray, and the end."""
     nodes = [node("1", gpus)]
     wanted = config(8, 1)
-    found = node_rooms(wanted, nodes, free_of(nodes, n1=taken))
-    monkeypatch.setattr("cluster.supervisor.placement.rooms", lambda config: found)
+    found = node_capacities(wanted, nodes, free_of(nodes, n1=taken))
+    monkeypatch.setattr("cluster.supervisor.placement.capacities", lambda config: found)
     group = FakePlacementGroup(99)
     with pytest.raises(PlacementError, match=expected):
         wait_ready(wanted, group, 600.0)

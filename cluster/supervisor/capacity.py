@@ -1,11 +1,11 @@
-"""Which nodes of a Ray cluster have room for ranks, and the table of the error when too few have.
+"""Which nodes of a Ray cluster have capacity for ranks, and the table of the error when too few have.
 
 Knows nothing of placement groups. Entries of nodes and of free resources are those that Ray returns.
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.config import RankConfig
@@ -15,7 +15,7 @@ DEAD = "dead"
 
 
 @dataclass(frozen=True)
-class NodeRoom:
+class NodeCapacity:
     """One node. `total` and `free`: its CPUs and GPUs; `kind`: the GPU's model as Ray names it, "" without one.
 
     lack: why the node can take no ranks, "" if it can
@@ -35,12 +35,12 @@ def demand(config: RankConfig) -> dict[str, float]:
     return {"CPU": count, "GPU": count} if config.device == "cuda" else {"CPU": count}
 
 
-def node_rooms(
+def node_capacities(
     config: RankConfig,
     nodes: Sequence[Mapping[str, Any]],
     free: Mapping[str, Mapping[str, float]],
     draining: Collection[str] = (),
-) -> list[NodeRoom]:
+) -> list[NodeCapacity]:
     """Judge every node. Dead nodes are listed unless a living node has their address.
 
     draining: ids of nodes that Ray drains
@@ -49,54 +49,55 @@ def node_rooms(
     """
     alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
     listed = [node for node in nodes if node["Alive"] or node["NodeManagerAddress"] not in alive]
-    rooms = [_room(node, free.get(node["NodeID"], {}), demand(config)) for node in listed]
-    rooms = [
-        _with_lack(room, "draining") if node["NodeID"] in draining and not room.lack else room
-        for node, room in zip(listed, rooms, strict=True)
+    found = [_capacity(node, free.get(node["NodeID"], {}), demand(config)) for node in listed]
+    found = [
+        _with_lack(one, "draining") if node["NodeID"] in draining and not one.lack else one
+        for node, one in zip(listed, found, strict=True)
     ]
-    kinds = Counter(room.kind for room in rooms if not room.lack)
+    kinds = Counter(node.kind for node in found if not node.lack)
     if len(kinds) < 2 or config.device != "cuda":
-        return rooms
+        return found
     common = kinds.most_common(1)[0][0]
     return [
-        room
-        if room.lack or room.kind == common
-        else _with_lack(room, f"{room.kind}, not {common} as elsewhere")
-        for room in rooms
+        node
+        if node.lack or node.kind == common
+        else _with_lack(node, f"{node.kind}, not {common} as elsewhere")
+        for node in found
     ]
 
 
-def suffices(config: RankConfig, rooms: Sequence[NodeRoom]) -> bool:
+def suffices(config: RankConfig, capacities: Sequence[NodeCapacity]) -> bool:
     """Whether the ranks have room."""
-    return sum(not room.lack for room in rooms) >= config.num_nodes
+    return sum(not node.lack for node in capacities) >= config.num_nodes
 
 
-def large_enough(config: RankConfig, rooms: Sequence[NodeRoom]) -> bool:
+def large_enough(config: RankConfig, capacities: Sequence[NodeCapacity]) -> bool:
     """Whether the ranks would have room if nothing else ran on the nodes."""
     needed = demand(config)
     fitting = (
-        room.lack != DEAD and all(room.total[name] >= needed[name] for name in needed)
-        for room in rooms
+        node.lack != DEAD and all(node.total[name] >= needed[name] for name in needed)
+        for node in capacities
     )
     return sum(fitting) >= config.num_nodes
 
 
-def bundle(config: RankConfig, rooms: Sequence[NodeRoom]) -> dict[str, float]:
+def bundle(config: RankConfig, capacities: Sequence[NodeCapacity]) -> dict[str, float]:
     """Return the resources to reserve on each node; where GPUs of several kinds are, of one kind alone."""
     needed = demand(config)
-    kinds = {room.kind for room in rooms if room.kind}
+    kinds = {node.kind for node in capacities if node.kind}
     if config.device == "cuda" and len(kinds) > 1:
-        needed |= {f"{ACCELERATOR}{room.kind}": 0.001 for room in rooms if not room.lack}
+        needed |= {f"{ACCELERATOR}{node.kind}": 0.001 for node in capacities if not node.lack}
     return needed
 
 
-def table(config: RankConfig, rooms: Sequence[NodeRoom]) -> str:
+def table(config: RankConfig, capacities: Sequence[NodeCapacity]) -> str:
     """Return the message of the error: the demand, a line a node, and what to do."""
     resources = list(demand(config))
     needed = " and ".join(f"{config.dims.ranks_per_node} free {name}(s)" for name in resources)
     rows = [("node", "address", *(f"free {name}s" for name in resources), "")]
     rows += [
-        (room.name, room.address, *_counts(room, resources), room.lack or "room") for room in rooms
+        (node.name, node.address, *_counts(node, resources), node.lack or "room")
+        for node in capacities
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -104,10 +105,10 @@ def table(config: RankConfig, rooms: Sequence[NodeRoom]) -> str:
         + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    found = sum(not room.lack for room in rooms)
+    found = sum(not node.lack for node in capacities)
     return "\n".join(
         (
-            f"no room for {config.num_ranks} rank(s) on {config.num_nodes} node(s) (cluster.ranks, cluster.nodes): "
+            f"no capacity for {config.num_ranks} rank(s) on {config.num_nodes} node(s) (cluster.ranks, cluster.nodes): "
             f"each node needs {needed}, which {found} of {config.num_nodes} node(s) have",
             *lines,
             "start the missing nodes, end what holds the resources (`ray status`), or lower cluster.ranks",
@@ -115,12 +116,12 @@ def table(config: RankConfig, rooms: Sequence[NodeRoom]) -> str:
     )
 
 
-def _room(
+def _capacity(
     node: Mapping[str, Any], free: Mapping[str, float], needed: Mapping[str, float]
-) -> NodeRoom:
+) -> NodeCapacity:
     total = node["Resources"]
     kind = next((name for name in total if name.startswith(ACCELERATOR)), "")
-    return NodeRoom(
+    return NodeCapacity(
         node["NodeManagerHostname"],
         node["NodeManagerAddress"],
         {name: total.get(name, 0.0) for name in needed},
@@ -143,11 +144,11 @@ def _lack(node: Mapping[str, Any], free: Mapping[str, float], needed: Mapping[st
     return ", ".join(lacks)
 
 
-def _with_lack(room: NodeRoom, lack: str) -> NodeRoom:
-    return NodeRoom(room.name, room.address, room.total, room.free, room.kind, lack)
+def _with_lack(node: NodeCapacity, lack: str) -> NodeCapacity:
+    return replace(node, lack=lack)
 
 
-def _counts(room: NodeRoom, resources: Sequence[str]) -> list[str]:
-    if room.lack == DEAD:
+def _counts(node: NodeCapacity, resources: Sequence[str]) -> list[str]:
+    if node.lack == DEAD:
         return ["-" for _ in resources]
-    return [f"{room.free[name]:g} of {room.total[name]:g}" for name in resources]
+    return [f"{node.free[name]:g} of {node.total[name]:g}" for name in resources]
