@@ -88,6 +88,7 @@ def make_checkpoint(
     fp8: bool = False,
     quantization: str | None = None,
     expert_layout: ExpertLayout | None = None,
+    mtp: bool = False,
     **config_fields: Any,
 ) -> Path:
     """Write a random checkpoint of a model family to `path` and return the folder.
@@ -98,6 +99,7 @@ def make_checkpoint(
     `quantization`: projections are stored in this form of QUANTIZATIONS ("mxfp4": gpt-oss's experts), all else in
     `dtype`; `fp8`: "fp8".
     `expert_layout`: None is that of the family's releases. Without `weights`: for `model.weights: dummy`.
+    `mtp`: with the tensors of the head for multi-token prediction.
     """
     # Latent attention has a key of each query head in every release.
     kv_heads = num_heads if "kv_lora_rank" in fields_of(family) else 2
@@ -135,7 +137,11 @@ def make_checkpoint(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     if weights:
-        tensors = checkpoint_tensors(model, expert_layout or released_layout(family))
+        layout = expert_layout or released_layout(family)
+        tensors = checkpoint_tensors(model, layout)
+        if mtp:
+            assert model.mtp is not None, f"{family} has no head in this config"
+            tensors += checkpoint_tensors(model.mtp, layout)
         index = write_weights(folder, model, tensors, num_shards, seed)
         if num_shards > 1:
             _write_json(folder / "model.safetensors.index.json", index)

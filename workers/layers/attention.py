@@ -5,7 +5,7 @@ with an output gate.
 """
 
 from copy import copy
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -22,7 +22,11 @@ class AttentionBlock:
     An output gate multiplies the attention by the sigmoid of its own projection.
     A block takes and returns a sum in two parts, (residual, hidden or None): the next block's norm adds them.
     hidden may be in parts itself, as all-to-alls give it (`AllToAll.combine`).
+
+    num_inputs   vectors of the hidden width, side by side, that q, k and v are products of
     """
+
+    num_inputs: ClassVar[int] = 1
 
     def __init__(self, builder: LayerBuilder, spec: GqaSpec, layer: int):
         self.spec = spec
@@ -32,7 +36,8 @@ class AttentionBlock:
         self.gate_size = spec.gate_size
         qkv_size = spec.gate_size + spec.q_size + 2 * spec.kv_size
         dim = builder.hidden_size
-        self.qkv = builder.linear("attention.qkv", qkv_size, dim, bias=spec.qkv_bias)
+        inputs = self.num_inputs * dim
+        self.qkv = builder.linear("attention.qkv", qkv_size, inputs, bias=spec.qkv_bias)
         self.num_qk_heads = spec.num_heads + spec.num_kv_heads
         self._heads = (self.num_qk_heads + spec.num_kv_heads, spec.head_dim)
         # one norm and rotation for the heads of q and k: half as many operators

@@ -4,12 +4,16 @@ from dataclasses import replace
 
 from kernels.interface.attention_spec import MlaDims
 from workers.models.config_reader import ConfigReader
+from workers.models.decoder_weights import WeightNames
+from workers.models.mtp.weights import deepseek_names, with_mtp
 from workers.models.rope_config import mscale
 from workers.specs.model import (
+    GdnSpec,
     GqaSpec,
     LayerSpec,
     MlaSpec,
     MlpSpec,
+    ModelConfig,
     MoeSpec,
     RouterSpec,
     SharedExpertSpec,
@@ -89,8 +93,13 @@ def read_layers(
     )
 
 
-def prediction_layers(read: ConfigReader) -> tuple[str, ...]:
-    """Return how the names of tensors of multi-token prediction begin: its layers follow the layers of the model."""
-    first = read.integer("num_hidden_layers")
-    last = first + read.count("num_nextn_predict_layers")
-    return tuple(f"model.layers.{number}." for number in range(first, last))
+def finish_with_prediction(
+    read: ConfigReader, layers: tuple[LayerSpec, ...], moe: MoeSpec, names: WeightNames
+) -> ModelConfig:
+    """Return the config, with the heads for multi-token prediction that follow the layers of the model."""
+    count = read.count("num_nextn_predict_layers")
+    heads = [deepseek_names(names, len(layers) + number) for number in range(count)]
+    config = read.finish(layers, moe, skipped=tuple(head.root for head in heads))
+    attention = layers[0].attention
+    assert not isinstance(attention, GdnSpec), "all layers of these families attend"
+    return with_mtp(config, attention, heads[0]) if heads else config

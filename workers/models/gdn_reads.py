@@ -17,8 +17,8 @@ HYBRID_DEFAULTS = {"head_dim": 256, "full_attention_interval": 4}  # as transfor
 
 def read_hybrid_layers(
     read: ConfigReader, *, norm_topk_prob: bool, dense: MlpSpec | None = None
-) -> tuple[tuple[LayerSpec, ...], MoeSpec]:
-    """Return delta nets and gated full attention by `layer_types`, and the experts of the layers.
+) -> tuple[tuple[LayerSpec, ...], GqaSpec, MoeSpec]:
+    """Return delta nets and gated full attention by `layer_types`, the full attention, and the experts of the layers.
 
     dense   takes the place of the experts where config.json has it so; None: every layer has experts
     """
@@ -33,7 +33,7 @@ def read_hybrid_layers(
         )
         for linear, has_experts in zip(kinds, with_experts, strict=True)
     )
-    return layers, moe
+    return layers, full, moe
 
 
 def _read_attention(read: ConfigReader) -> GqaSpec:

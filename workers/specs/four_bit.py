@@ -35,6 +35,7 @@ class DiskKind(StrEnum):
     FP8 = "F8_E4M3"
     BYTES = "U8"
     WORDS = "I32"
+    INTEGERS = "I64"
 
 
 Shape = tuple[int, ...]

@@ -297,6 +297,8 @@ class ModelConfig:
     stacked_form   how the checkpoint packs tensors that hold all experts in four bits; None: it does not
     norm_offset   added to the weights of norms, for families that store their distance from it
     skipped_parts   parts of the checkpoint that are not served, in words, as its vision tower
+    kept      beginnings of the names of the tensors that are the model's own; no other tensor is read
+    mtp       the checkpoint's head for multi-token prediction as a model of one layer; None: no head that can be run
     """
 
     model_type: str
@@ -318,6 +320,8 @@ class ModelConfig:
     stacked_form: FourBitForm | None = None
     norm_offset: float = 0.0
     skipped_parts: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ("",)
+    mtp: "ModelConfig | None" = None
 
     @property
     def num_layers(self) -> int:

@@ -30,6 +30,8 @@ class WeightKind(StrEnum):
     DECAY = "decay"  # A_log, held as -exp(A_log)
     PROJECTION = "projection"
     DOWN_PROJECTION = "down projection"
+    DRAFT_PROJECTION = "projection of a drafter's inputs"
+    TOKEN_OFFSET = "token offset"  # from a drafter's number of a token to the model's, integers
 
 
 QUANTISABLE = frozenset({WeightKind.PROJECTION, WeightKind.DOWN_PROJECTION})
@@ -123,7 +125,9 @@ class WeightEntry(NamedTuple):
         if self.four_bit is not None:
             found = self.four_bit.tensors(self.name, *self.shape)
         elif self.fp8 is None:
-            found = {self.name: DiskTensor((self.shape,))}
+            integers = self.kind == WeightKind.TOKEN_OFFSET
+            kind = DiskKind.INTEGERS if integers else DiskKind.FLOAT
+            found = {self.name: DiskTensor((self.shape,), kind)}
         else:
             found = {
                 self.name: DiskTensor((self.shape,), DiskKind.FP8),

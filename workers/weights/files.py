@@ -28,6 +28,7 @@ DTYPES: dict[str, torch.dtype] = {
     DiskKind.FP8: torch.float8_e4m3fn,
     DiskKind.BYTES: torch.uint8,
     DiskKind.WORDS: torch.int32,
+    DiskKind.INTEGERS: torch.int64,
 }
 MAX_NAMED = 20
 TIED_HEAD = (

@@ -48,6 +48,8 @@ def init_of(entry: WeightEntry, *, tied: bool) -> Init:
         return Init(0.1)
     if kind == WeightKind.SINK:
         return Init(1.0)
+    if kind == WeightKind.TOKEN_OFFSET:
+        return Init(0.0)
     if kind == WeightKind.CONVOLUTION:
         return Init(1 / math.sqrt(entry.shape[-1]))
     if kind == WeightKind.DECAY:

@@ -47,7 +47,7 @@ def load_weights(
     A tensor in FP8 or in four bits on disk stays so where the model computes with it; elsewhere it takes the model's
     dtype.
     CheckpointError names every missing, surplus or misshaped tensor, also tensors of other ranks. Tensors in
-    `config.skipped` are not read.
+    `config.skipped`, and those that are not in `config.kept`, are not read.
 
     experts   read the tensors of these experts alone
     """
@@ -73,9 +73,10 @@ def load_weights(
 
 
 def _headers(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the entries of all tensors but skipped ones, under the names of the weight map."""
+    """Return the entries of all tensors that are kept and not skipped, under the names of the weight map."""
     found = {}
     for name, tensor in read_headers(folder).items():
-        if not name.startswith(config.skipped) and not name.endswith(ROPE_TABLE):
+        kept = name.startswith(config.kept) and not name.startswith(config.skipped)
+        if kept and not name.endswith(ROPE_TABLE):
             found[mapped_name(name, config.renamed)] = tensor
     return found

@@ -4,7 +4,7 @@ from workers.models.config_reader import ConfigReader
 from workers.models.decoder_weights import WeightNames
 from workers.models.deepseek_reads import (
     TRAINING_KEYS,
-    prediction_layers,
+    finish_with_prediction,
     read_biased_router,
     read_experts,
     read_layers,
@@ -31,4 +31,4 @@ def read_config(read: ConfigReader) -> ModelConfig:
     moe = read_experts(read, read_biased_router(read))
     read.ignore(*TRAINING_KEYS)
     layers = read_layers(read, attention, moe)
-    return read.finish(layers, moe, skipped=prediction_layers(read))
+    return finish_with_prediction(read, layers, moe, NAMES)

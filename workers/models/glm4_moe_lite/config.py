@@ -4,7 +4,7 @@ from workers.models.config_reader import ConfigReader
 from workers.models.decoder_weights import WeightNames
 from workers.models.deepseek_reads import (
     TRAINING_KEYS,
-    prediction_layers,
+    finish_with_prediction,
     read_biased_router,
     read_experts,
     read_layers,
@@ -37,4 +37,4 @@ def read_config(read: ConfigReader) -> ModelConfig:
     read.fixed(
         "mlp_layer_types", kinds, None
     )  # transformers 5 saves the list in the place of the number
-    return read.finish(layers, moe, skipped=prediction_layers(read))
+    return finish_with_prediction(read, layers, moe, NAMES)

@@ -11,14 +11,14 @@ from typing import Any
 from workers.models.config_reader import ConfigReader
 from workers.models.decoder_weights import WeightNames
 from workers.models.gdn_reads import HYBRID_DEFAULTS, read_hybrid_layers
+from workers.models.mtp.weights import qwen_names, with_mtp
 from workers.specs.model import ModelConfig
 
-DEFAULTS = HYBRID_DEFAULTS
+DEFAULTS = {**HYBRID_DEFAULTS, "mtp_num_hidden_layers": 1}
 WHOLE = "qwen3_5_moe"  # with a vision tower
 TEXT = "text_config"
 VISION = "vision_config"
 OF_IMAGES = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-OF_PREDICTION = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 OF_POSITIONS = ("mrope_section", "mrope_interleaved")
 ROOT = "model.language_model."
 NAMES = WeightNames(root=ROOT)
@@ -27,7 +27,8 @@ RENAMED = (
     (ROOT, "model."),
     *((f"model.{name}.", f"{ROOT}{name}.") for name in ("layers", "embed_tokens", "norm")),
 )
-SKIPPED = ("mtp.", "model.visual.")
+MTP = qwen_names(NAMES)
+SKIPPED = (MTP.root, "model.visual.")
 
 
 def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,9 +48,14 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_config(read: ConfigReader) -> ModelConfig:
     """Return the config; `read.problems` names what is wrong with it."""
-    layers, moe = read_hybrid_layers(read, norm_topk_prob=True)
-    read.ignore(*OF_IMAGES, *OF_PREDICTION)
+    layers, full, moe = read_hybrid_layers(read, norm_topk_prob=True)
+    read.ignore(*OF_IMAGES)
     read.fixed("mlp_only_layers", [], None)
     vision = read.raw(VISION) is not None
+    # a head with an embedding of its own, which no release has, is skipped
+    predicts = read.count("mtp_num_hidden_layers") > 0
+    predicts &= not read.raw("mtp_use_dedicated_embeddings")
     config = read.finish(layers, moe, skipped=SKIPPED, renamed=RENAMED, norm_offset=1.0)
-    return replace(config, skipped_parts=("the vision tower",)) if vision else config
+    if vision:
+        config = replace(config, skipped_parts=("the vision tower",))
+    return with_mtp(config, full, MTP) if predicts else config

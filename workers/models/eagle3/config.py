@@ -1,0 +1,194 @@
+"""Reads config.json of EAGLE-3 draft models, in both published forms, and compares it with the target. Needs no torch.
+
+EAGLE's own releases have the settings of a Llama model of one layer; the speculators library nests them.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from workers.models.config_reader import ConfigReader, ModelConfigError, read_json
+from workers.models.eagle3.spec import Eagle3AttentionSpec, Eagle3Config
+from workers.models.eagle3.weights import RENAMED, SKIPPED, Eagle3Names
+from workers.specs.model import LayerSpec, MlpSpec, ModelConfig
+
+ARCHITECTURES = (
+    *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+    *("Eagle3Speculator", "Eagle3DraftModel"),
+)
+LAYER_CONFIG = "transformer_layer_config"  # of the speculators library
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+DEFAULTS = {
+    "num_hidden_layers": 1,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "norm_output": False,
+}
+# Values of `eagle_config` that draft models here have.
+EAGLE_CONFIG: dict[str, tuple[Any, ...]] = {
+    "use_aux_hidden_state": (True, None),
+    "use_input_layernorm_in_first_layer": (True, None),
+    "use_last_layernorm": (True, None),
+    "use_mtp_layernorm": (False, None),
+    "next_layer_regular": (True, None),
+    "parallel_draft_step": (1, None),
+}
+# Of training, and of other methods of the same library.
+IGNORED = (
+    *("embed_requires_grad", "enable_sp_ulysses", "pretraining_tp", "sliding_window"),
+    *("max_window_layers", "speculators_config", "speculators_version", "ttt_steps"),
+)
+
+
+def load_eagle3_config(
+    path: str | Path, target: ModelConfig, tensors: Collection[str] | None = None
+) -> Eagle3Config:
+    """Return the config of the draft model in a folder; ModelConfigError names everything that is wrong.
+
+    tensors   names of the tensors of the checkpoint; None: it has all that it may have
+    """
+    folder = Path(path)
+    raw = read_json(folder, "config.json", required=True)
+    return parse_eagle3_config(raw, target, tensors, str(folder / "config.json"))
+
+
+def parse_eagle3_config(
+    raw: Mapping[str, Any], target: ModelConfig, tensors: Collection[str] | None, where: str
+) -> Eagle3Config:
+    """Return the config of a config.json; `where` begins its errors."""
+    where = f"speculation.draft_model: {where}"
+    architectures = raw.get("architectures")
+    if not isinstance(architectures, list) or not set(architectures) <= set(ARCHITECTURES):
+        raise ModelConfigError(
+            f"{where}: architectures is {architectures!r}; supported: one of {list(ARCHITECTURES)}"
+        )
+    flat = _flat(raw)
+    read = ConfigReader(flat, DEFAULTS, {}, lambda config: iter(()))
+    config = _read(read, flat, target, tensors)
+    if read.problems:
+        raise ModelConfigError(f"{where}: " + "; ".join(read.problems))
+    return config
+
+
+def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with those of the layer and of EAGLE in one level; both keep the names of their keys."""
+    nested = raw.get(LAYER_CONFIG)
+    flat = {**(nested if isinstance(nested, Mapping) else {}), **raw}
+    flat.pop(LAYER_CONFIG, None)
+    eagle = flat.get("eagle_config")
+    if isinstance(eagle, Mapping):
+        del flat["eagle_config"]
+        flat |= {key: value for key, value in eagle.items() if key != AUX_LAYERS}
+        ids = eagle.get(AUX_LAYERS)
+        if isinstance(ids, list) and all(isinstance(layer, int) for layer in ids):
+            # here a layer's number means its output, elsewhere its input
+            flat[AUX_LAYERS] = [layer + 1 for layer in ids]
+    return flat
+
+
+def _read(
+    read: ConfigReader,
+    flat: Mapping[str, Any],
+    target: ModelConfig,
+    tensors: Collection[str] | None,
+) -> Eagle3Config:
+    vocab_size, dim = read.integer("vocab_size"), read.integer("hidden_size")
+    draft_vocab_size = read.integer_or("draft_vocab_size", vocab_size)
+    target_dim = read.integer_or("target_hidden_size", dim)
+    aux_layers = _read_aux_layers(read, target)
+    own_embedding = tensors is None or "embed_tokens.weight" in tensors
+    own_head = tensors is None or "lm_head.weight" in tensors
+    eagle = {
+        "target_dim": target_dim,
+        "draft_vocab_size": draft_vocab_size,
+        "own_embedding": own_embedding,
+        "own_head": own_head,
+        "norm_before_fc": read.boolean("norm_before_fc"),
+    }
+    layer = LayerSpec(attention=_read_attention(read, dim), mlp=_read_mlp(read))
+    for key, values in EAGLE_CONFIG.items():
+        read.fixed(key, *values)
+    read.fixed("num_hidden_layers", 1)
+    read.fixed("target_vocab_size", vocab_size, None)
+    read.fixed("speculators_model_type", "eagle3", None)
+    for key in ("fc_norm", "use_sliding_window", "bias", "mlp_bias"):
+        read.fixed(key, False, None)
+    read.ignore(*IGNORED)
+    norm_output = read.boolean("norm_output")
+    _check_target(read, target, vocab_size, target_dim, draft_vocab_size)
+    shared = [
+        name for name, own in (("embed_tokens", own_embedding), ("lm_head", own_head)) if not own
+    ]
+    if shared and dim != target.hidden_size:
+        read.problems.append(
+            f"hidden_size is {dim}; without {' and '.join(shared)} of its own it must be that of the model "
+            f"({target.hidden_size})"
+        )
+    if not own_head and draft_vocab_size < vocab_size:
+        read.problems.append(
+            f"draft_vocab_size is {draft_vocab_size}, but the checkpoint has no lm_head.weight; "
+            f"expected that of vocab_size ({vocab_size})"
+        )
+    config = read.finish((layer,), target.moe, skipped=SKIPPED, renamed=RENAMED)
+    names = Eagle3Names(num_aux=len(aux_layers), **eagle)
+    return Eagle3Config(
+        model=replace(config, weight_entries=names),
+        aux_layers=aux_layers,
+        norm_output=norm_output,
+        **eagle,
+    )
+
+
+def _read_attention(read: ConfigReader, dim: int) -> Eagle3AttentionSpec:
+    heads, bias = read.integer("num_attention_heads"), read.boolean("attention_bias")
+    return Eagle3AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=read.integer_or("num_key_value_heads", heads),
+        head_dim=read.integer_or("head_dim", max(1, dim // heads)),
+        rope=read.rope(),
+        qkv_bias=bias,
+        output_bias=bias,
+        norm_before_residual=read.boolean("norm_before_residual"),
+    )
+
+
+def _read_mlp(read: ConfigReader) -> MlpSpec:
+    return MlpSpec(
+        intermediate_size=read.integer("intermediate_size"), activation=read.activation()
+    )
+
+
+def _read_aux_layers(read: ConfigReader, target: ModelConfig) -> tuple[int, ...]:
+    """Return the layers of the target by their outputs; config.json counts by inputs, as EAGLE's authors do."""
+    count = target.num_layers
+    inputs = read.integers(AUX_LAYERS) or (2, count // 2, count - 3)
+    if min(inputs) < 1 or max(inputs) > count or len(set(inputs)) < len(inputs):
+        read.problems.append(
+            f"{AUX_LAYERS} means the inputs of layers {list(inputs)}; "
+            f"expected different ones from 1 to {count}, the number of layers of the model"
+        )
+    return tuple(sorted(layer - 1 for layer in inputs))
+
+
+def _check_target(
+    read: ConfigReader,
+    target: ModelConfig,
+    vocab_size: int,
+    target_dim: int,
+    draft_vocab_size: int,
+) -> None:
+    """Complain if the draft model was trained for a model of other sizes."""
+    if vocab_size != target.vocab_size:
+        read.problems.append(
+            f"vocab_size is {vocab_size}; expected that of the model ({target.vocab_size})"
+        )
+    if target_dim != target.hidden_size:
+        key = "target_hidden_size" if read.raw("target_hidden_size") else "hidden_size"
+        read.problems.append(
+            f"{key} is {target_dim}; expected the hidden_size of the model ({target.hidden_size})"
+        )
+    if draft_vocab_size > vocab_size:
+        read.problems.append(
+            f"draft_vocab_size is {draft_vocab_size}; expected at most vocab_size ({vocab_size})"
+        )
