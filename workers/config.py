@@ -213,6 +213,38 @@ class OverlapConfig(Section):
     )
 
 
+MAX_DRAFT_TOKENS = 16
+"""Each draft is a row of logits: at 16 a sequence has 17 of them, and few drafts survive as many draws."""
+
+
+class SpeculationConfig(Section):
+    """Draft tokens that a step verifies, so that a sequence may get several tokens in one step."""
+
+    method: Literal["off", "auto", "ngram"] = Field(
+        "off",
+        description="Source of the drafts. ngram = text that stood behind the last tokens before, in prompt, answer or "
+        "the request's prediction; auto = the best that the model allows. Answers are those of off.",
+    )
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _yaml_words(cls, value: object) -> object:
+        """Turn a boolean back into a word, because YAML 1.1 reads a bare `off` as a boolean."""
+        return "off" if value is False else value
+
+    num_draft_tokens: int = Field(
+        4,
+        ge=1,
+        le=MAX_DRAFT_TOKENS,
+        description="Most drafts of a sequence in one step.",
+    )
+    adaptive: bool = Field(
+        True,
+        description="Draft as many tokens as raise tokens per second, by the times of steps and the share of drafts "
+        "that the model confirms, at most num_draft_tokens; false = always num_draft_tokens.",
+    )
+
+
 _OF_EPOCH = ("num_ranks", "num_nodes", "threads", "vote_timeout_s", "log_level", "log_format")
 _OF_EPOCH_IN_SECTIONS = (("kernels", "all2all"), ("model", "routing"))
 
@@ -225,6 +257,7 @@ class RankConfig(Section):
     cache: CacheConfig
     kernels: KernelsConfig
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     num_ranks: int = Field(ge=1)
     num_nodes: int = Field(1, ge=1)
     network: str | None = Field(

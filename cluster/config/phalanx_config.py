@@ -18,6 +18,7 @@ from workers.config import (
     PositiveInt,
     SchedulerConfig,
     Section,
+    SpeculationConfig,
 )
 from workers.parallel import ParallelDims
 
@@ -119,6 +120,7 @@ class PhalanxConfig(Section):
     cache: CacheConfig = Field(default_factory=CacheConfig)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
 
 

@@ -64,6 +64,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         cache=cache,
         kernels=config.kernels,
         overlap=config.overlap,
+        speculation=config.speculation,
         num_ranks=config.cluster.ranks,
         num_nodes=config.cluster.nodes,
         network=config.cluster.network,

@@ -161,7 +161,7 @@ class RandomModel:
         for position in range(self._max_tokens):
             if not running:
                 break
-            pending = self._masks.start(grammars[i] for i in running)
+            pending = self._masks.start((grammars[i], ()) for i in running)
             logits_BV = torch.randn(len(running), VOCAB_SIZE, generator=self._generator) * 3
             assert pending is not None
             pending.wait().apply(logits_BV)

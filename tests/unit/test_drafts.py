@@ -39,22 +39,32 @@ class Served:
 
     def run(self, prompts: dict[str, list[int]], propose: Drafts, salt: str, **params) -> None:
         self.outputs.clear()
-        scheduler = self.epoch.scheduler
+        scheduler, finished = self.epoch.scheduler, 0
         for name, prompt in prompts.items():
             asked = make_request(name, prompt, **params)
             self.epoch.engine.submit(replace(asked, cache_salt=salt))
         while True:
             for seq in scheduler.running:
-                if seq.takes_drafts:
+                if seq.takes_drafts and seq.num_output_tokens:
                     scheduler.table.propose(seq, propose(seq))
-            if not self.epoch.engine.step().run:
+            if not self.epoch.engine.step().run and finished == len(prompts):
                 break
+            self.epoch.process.grammars.wait()
+            finished = sum(it[-1].finish_reason is not None for it in self.outputs.values())
             for seq in scheduler.running:
                 computed = scheduler.table.num_computed_tokens[seq.row]
                 assert computed == seq.num_computed_tokens < seq.num_tokens
                 assert not seq.num_pending and not seq.draft_token_ids
             scheduler.check_integrity()
         assert scheduler.cache.pool.usage == 0
+
+    def logprobs(self) -> list[float]:
+        return [
+            entry.logprob
+            for name in sorted(self.outputs)
+            for output in self.outputs[name]
+            for entry in output.logprobs or ()
+        ]
 
     def tokens(self) -> dict[str, list[int]]:
         return {
@@ -128,6 +138,36 @@ def test_a_stop_token_among_accepted_drafts_ends_the_output(served):
     assert [output.finish_reason for output in served.outputs["b"]][-1] == "stop"
 
 
+PROCESSORS = {
+    "penalties": {"presence_penalty": 0.8, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    "min_tokens": {"min_tokens": 9, "stop_token_ids": frozenset(range(0, 256, 2))},
+    "bias": {"logit_bias": ((7, 2.0), (200, 2.0)), "logprobs": 2},
+    "allowed": {"allowed_token_ids": tuple(range(0, 256, 3)), "prompt_logprobs": 1},
+    "grammar": {
+        "grammar": "start: /([a-d]{2}[0-9]){5,9}[e-z]x/",
+        "stop_token_ids": frozenset([256]),
+    },
+    "bad words": {
+        "bad_words_ids": tuple((i, j) for i in range(0, 256, 3) for j in range(0, 256, 7))
+    },
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_processors_of_a_row_read_the_drafts_before_it(served, name, temperature):
+    params = {"max_tokens": 20, "temperature": temperature, "seed": 8, **PROCESSORS[name]}
+    served.run(PROMPTS, no_drafts, next(SALTS), **params)
+    expected, logprobs = served.tokens(), served.logprobs()
+    steps = []
+    for wrong_every in (0, 2, 3):
+        served.run(PROMPTS, drafts_from(expected, wrong_every), next(SALTS), **params)
+        assert served.tokens() == expected
+        assert served.logprobs() == pytest.approx(logprobs, abs=1e-5)
+        steps.append(sum(len(served.outputs[name]) for name in "ab"))
+    assert steps[0] < steps[1] < len(expected["a"]) + len(expected["b"])
+
+
 def drafted(num_drafts: int, max_tokens: int = 20, **options):
     """A scheduler with one sequence at its first output token, 9, and drafts 9 behind it."""
     scheduler = make(**options)
@@ -181,13 +221,15 @@ def test_drafts_of_an_aborted_request_are_dropped():
     assert scheduler.cache.pool.usage == 0
 
 
-@pytest.mark.parametrize("params", [{"presence_penalty": 1.0}, {"repetition_penalty": 2.0}])
-def test_sequences_with_penalties_take_no_drafts(params):
-    scheduler = make()
-    asked = request("a", 6)
-    scheduler.add(replace(asked, params=replace(asked.params, **params)))
+def test_drafts_that_find_no_block_are_dropped_and_nobody_is_preempted():
+    scheduler, seq = drafted(0, num_blocks=7)
+    scheduler.add(request("b", 18, max_tokens=2))
     step(scheduler)
-    assert not scheduler.running[0].takes_drafts
+    assert not scheduler.cache.pool.num_free and seq.takes_drafts
+    scheduler.table.propose(seq, [9] * 10)
+    batch, outputs = step(scheduler)
+    assert {part.kind for part in batch.parts} == {DECODE} and not scheduler.num_preemptions
+    assert outputs[0].token_ids == [9] and outputs[0].drafts is None
 
 
 def test_kinds_are_data_whatever_the_number_of_tokens():

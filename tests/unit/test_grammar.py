@@ -46,7 +46,7 @@ def grammar_of(compiler, regex):
 
 def allowed(grammar, masks=None):
     """Token ids that the grammar allows next."""
-    pending = (masks or GrammarBitmasks(VOCAB_SIZE, 1)).start([grammar])
+    pending = (masks or GrammarBitmasks(VOCAB_SIZE, 1)).start([(grammar, ())])
     logits = torch.zeros(1, VOCAB_SIZE)
     pending.wait().apply(logits)
     return set(np.flatnonzero(np.isfinite(logits[0].numpy())).tolist())
@@ -162,8 +162,9 @@ def test_a_grammar_without_an_end_is_a_message(compiler, tokenizer):
 
 def test_rows_without_a_grammar_are_free(compiler):
     masks = GrammarBitmasks(VOCAB_SIZE, 2)
-    assert masks.start([None, None]) is None
-    pending = masks.start([None, grammar_of(compiler, "k"), None, grammar_of(compiler, "[mn]")])
+    assert masks.start([(None, ()), (None, ())]) is None
+    grammars = None, grammar_of(compiler, "k"), None, grammar_of(compiler, "[mn]")
+    pending = masks.start((grammar, ()) for grammar in grammars)
     logits = torch.zeros(4, VOCAB_SIZE)
     pending.wait().apply(logits)
     assert [int(n) for n in torch.isfinite(logits).sum(dim=1)] == [VOCAB_SIZE, 1, VOCAB_SIZE, 2]

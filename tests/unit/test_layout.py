@@ -62,6 +62,7 @@ ORDER = {
         ("weights",),
         ("kv_cache",),
         ("sampling",),
+        ("speculation",),
         ("scheduler",),
         ("stats",),
         ("layers",),

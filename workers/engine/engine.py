@@ -289,9 +289,13 @@ class Engine:
         return self._prefill_cap.tokens
 
     def _note_gap(self, step: InFlightStep) -> None:
-        """Observe the time since the commit before, if decodes were in the step."""
+        """Observe the time since the commit before, where it bounds prompts or drafts."""
         now, before = time.perf_counter(), self._committed_at
         self._committed_at = now
+        speculator, plan = self.scheduler.speculator, step.plan
+        if speculator is not None and before and not plan.prefill_tokens:
+            rows, overlapping = max(plan.num_tokens_across_dp), bool(self._in_flight)
+            speculator.observe(rows, now - before, overlapping=overlapping)
         if self._prefill_cap is not None and step.prefill_cap and before:
             self._prefill_cap.observe(now - before, step.plan.prefill_tokens, step.prefill_cap)
 

@@ -46,6 +46,7 @@ from workers.rank.warm_up_steps import bind_beside
 from workers.runner.graph_sizes import GraphSizes, graphs_off, graphs_to_capture
 from workers.runner.model_runner import ModelRunner
 from workers.scheduler.scheduler import Scheduler
+from workers.speculation.speculator import make_speculator
 from workers.stats.stats import EngineStats
 from workers.step.step_sync import PlanConfig
 
@@ -297,6 +298,7 @@ class Epoch:
             if not process.selection.all2all_class.needs_process_group:
                 # Only the rendezvous needed the sockets, and gloo's thread would poll them 100 times a second.
                 process_group.leave()
+            self.scheduler.speculator = make_speculator(process.config.speculation)
             self._parts.engine = Engine(
                 self.scheduler,
                 self.runner,

@@ -237,7 +237,7 @@ class RankProcess:
         """Return all settings that must be equal on all ranks, flat, with dotted names."""
         config = self.config
         flat: dict[str, object] = {"torch": torch.__version__}
-        for section in ("model", "scheduler", "cache", "kernels", "overlap"):
+        for section in ("model", "scheduler", "cache", "kernels", "overlap", "speculation"):
             values = getattr(config, section).model_dump()
             flat.update({f"{section}.{key}": value for key, value in values.items()})
         flat.update({f"backend.{key}": name for key, name in self.selection.names().items()})

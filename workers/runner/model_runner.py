@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 
 from kernels.backends.select import Backends
@@ -121,7 +122,9 @@ class ModelRunner:
     ) -> Pending[StepOutput]:
         """Sample the tokens of a forward and start to copy its outputs to the host."""
         hidden_TD, logits_LV, offs_Le = forwarded
-        sampled = _NO_TOKENS if logits_LV is None else self._sample(logits_LV, batch, mask)
+        sampled = _NO_TOKENS
+        if logits_LV is not None:
+            sampled = self._sample(logits_LV, batch, mask, scheduled.draft_token_ids)
         # A step that completes a prompt also samples its first token.
         prompts = self._prompt_logprobs.collect(
             scheduled.parts, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
@@ -245,11 +248,19 @@ class ModelRunner:
         return self.model.compute_logits(hidden_TD[batch.logits_indices])
 
     def _sample(
-        self, logits_LV: torch.Tensor, batch: ForwardBatch, mask: PendingBitmask | None
+        self,
+        logits_LV: torch.Tensor,
+        batch: ForwardBatch,
+        mask: PendingBitmask | None,
+        draft_token_ids_L: np.ndarray | None,
     ) -> SampledTokens:
         allowed = None if mask is None else mask.wait()
         sampled = self._sampler.sample(
-            logits_LV, batch.sampling_rows_cpu, batch.sampling_positions_cpu, allowed
+            logits_LV,
+            batch.sampling_rows_cpu,
+            batch.sampling_positions_cpu,
+            allowed,
+            draft_token_ids_L,
         )
         if self._last_tokens is not None:
             # Tokens that follow an invalid token are discarded with it. Of the draws of a sequence with drafts any one
@@ -259,8 +270,9 @@ class ModelRunner:
 
     def _start_mask(self, scheduled: ScheduledBatch) -> PendingBitmask | None:
         """Start to compute the grammar masks of the rows with logits."""
-        seqs = scheduled.seqs
-        return self._masks.start(seqs[index].grammar for index in scheduled.logits_seqs.tolist())
+        return self._masks.start(
+            (part.seq.grammar, part.draft_token_ids) for part in scheduled.parts if part.num_logits
+        )
 
 
 def _failed(error: Exception) -> Pending[StepOutput]:

@@ -9,10 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance.numpy import (
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
 
 from workers.sampling.token_bitmask import TokenBitmask
 from workers.step.grammar import Grammar
+
+_Matcher = tuple[LLMatcher, int, list[int]]  # with its first row of the mask, and drafts
 
 _MAX_THREADS = 8
 
@@ -38,31 +43,44 @@ class GrammarBitmasks:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-mask")
         self._executor: LLExecutor | None = None
 
-    def start(self, grammars: Iterable[Grammar | None]) -> PendingBitmask | None:
-        """Compute the tokens that each row's grammar allows next; None if no row has a grammar.
+    def start(
+        self, seqs: Iterable[tuple[Grammar | None, tuple[int, ...]]]
+    ) -> PendingBitmask | None:
+        """Compute the tokens that grammars allow in each row; None if no row has a grammar.
+
+        seqs   of each sequence its grammar, and the drafts that this allows: it has one row, and one more for each
+               draft, in which the grammar is where the draft leaves it. No grammar advances.
 
         The grammars may not advance before `wait` has returned.
         """
         rows: list[int] = []
-        matchers: list[tuple[LLMatcher, int]] = []
-        for row, grammar in enumerate(grammars):
+        matchers: list[_Matcher] = []
+        row = 0
+        for grammar, drafts in seqs:
+            end = row + 1 + len(drafts)
             if grammar is not None:
-                matchers.append((grammar.matcher, len(rows)))
-                rows.append(row)
+                matchers.append((grammar.matcher, len(rows), list(drafts)))
+                rows.extend(range(row, end))
+            row = end
         if not rows:
             return None
-        return PendingBitmask(rows, self._thread.submit(self._fill, matchers))
+        return PendingBitmask(rows, self._thread.submit(self._fill, matchers, len(rows)))
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _fill(self, matchers: list[tuple[LLMatcher, int]]) -> np.ndarray:
+    def _fill(self, matchers: list[_Matcher], num_rows: int) -> np.ndarray:
         """Return int32 [G, W]. llguidance releases the interpreter lock meanwhile."""
         if (
             self._executor is None
         ):  # created late, because it starts threads that most ranks never need
             self._executor = LLExecutor(self._num_threads)
-        words_GW = np.zeros((len(matchers), self._num_words), dtype=np.int32)
-        fill_next_token_bitmask_par(self._executor, matchers, words_GW)
+        words_GW = np.zeros((num_rows, self._num_words), dtype=np.int32)
+        single = [(matcher, row) for matcher, row, drafts in matchers if not drafts]
+        if single:
+            fill_next_token_bitmask_par(self._executor, single, words_GW)
+        drafted = [one for one in matchers if one[2]]
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, words_GW)
         return words_GW

@@ -16,6 +16,7 @@ from kernels.host.host_copy import to_device
 from workers.sampling.bad_words import BadWords, BadWordsTable
 from workers.sampling.penalties import PenalisedRows, Penalties
 from workers.sampling.token_bitmask import FORBIDDEN, TokenBitmask, pack_tokens
+from workers.sampling.verified_rows import VerifiedRows
 from workers.wire.request import SamplingParams
 
 # By slot: int64 token ids, and a number for each.
@@ -118,11 +119,13 @@ class LogitsProcessors:
         processors: BatchProcessors,
         positions_B: np.ndarray,
         token_ids_SL: np.ndarray,
+        drafts: VerifiedRows | None = None,
     ) -> None:
         """Change the logits in place.
 
         positions_B   position of each row's new token
         token_ids_SL  tokens of each slot, of which those before that position are read
+        drafts        of rows that draw behind drafts; None: each slot comes once
         """
         device = logits_BV.device
         if processors.allowed is not None:
@@ -136,18 +139,53 @@ class LogitsProcessors:
         if bias is not None:
             index = to_device(bias.rows_N, device), to_device(bias.ids_N, device)
             logits_BV[index] += to_device(bias.values_N, device)
-        if penalised is not None and self._on_host:
-            known_PL = token_ids_SL[penalised.slots, : positions_B[penalised.rows].max()]
-            # Behind the tokens of a shorter row, the mark of an earlier pending token may remain.
-            token_ids_PL = torch.from_numpy(known_PL).to(torch.int64).clamp_(min=0)
-            self._penalties.apply(logits_BV, penalised, token_ids_PL)
+        if penalised is not None and drafts is not None:
+            self._penalise_behind_drafts(logits_BV, penalised, positions_B, token_ids_SL, drafts)
         elif penalised is not None:
-            self._penalties.apply_everywhere(logits_BV, penalised)
+            self._penalise(logits_BV, penalised, positions_B, token_ids_SL)
 
-    def count_tokens(self, token_B: torch.Tensor, processors: BatchProcessors) -> None:
-        """Count the new tokens of the batch for the penalties."""
+    def count_tokens(
+        self,
+        token_B: torch.Tensor,
+        processors: BatchProcessors,
+        drafts: VerifiedRows | None = None,
+    ) -> None:
+        """Count the new tokens of the batch for the penalties, without draws behind a wrong draft."""
         if processors.penalties is not None:
-            self._penalties.count(token_B, processors.penalties)
+            counts_B = None if drafts is None else drafts.counting(token_B)
+            self._penalties.count(token_B, processors.penalties, counts_B)
+
+    def _penalise(
+        self,
+        logits_BV: torch.Tensor,
+        penalised: PenalisedRows,
+        positions_B: np.ndarray,
+        token_ids_SL: np.ndarray,
+    ) -> None:
+        if not self._on_host:
+            self._penalties.apply_everywhere(logits_BV, penalised)
+            return
+        known_PL = token_ids_SL[penalised.slots, : positions_B[penalised.rows].max()]
+        # Behind the tokens of a shorter row, the mark of an earlier pending token may remain.
+        token_ids_PL = torch.from_numpy(known_PL).to(torch.int64).clamp_(min=0)
+        self._penalties.apply(logits_BV, penalised, token_ids_PL)
+
+    def _penalise_behind_drafts(
+        self,
+        logits_BV: torch.Tensor,
+        penalised: PenalisedRows,
+        positions_B: np.ndarray,
+        token_ids_SL: np.ndarray,
+        drafts: VerifiedRows,
+    ) -> None:
+        """Penalise the rows by depth: a row's counts include the drafts before it, which are taken out at the end."""
+        draft_B, times_B = to_device(drafts.draft_B, self._device), drafts.times(self._device)
+        depth_P = drafts.depth_B[penalised.rows]
+        for depth in range(depth_P.max() + 1):
+            rows = penalised.select(np.flatnonzero(depth_P == depth))
+            self._penalise(logits_BV, rows, positions_B, token_ids_SL)
+            self._penalties.count(draft_B, rows, times_B)
+        self._penalties.count(draft_B, penalised, -times_B)
 
     def _gather(self, slots: list[int]) -> BatchProcessors | None:
         if self._used.isdisjoint(slots):

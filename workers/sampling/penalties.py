@@ -32,6 +32,17 @@ class PenalisedRows:
     slots_P1: torch.Tensor
     values_3P1: torch.Tensor
 
+    def select(self, indices: np.ndarray) -> "PenalisedRows":
+        """Return the rows of these indices, int64."""
+        index = to_device(indices, self.rows_P1.device)
+        return PenalisedRows(
+            [self.rows[index] for index in indices],
+            [self.slots[index] for index in indices],
+            self.rows_P1[index],
+            self.slots_P1[index],
+            self.values_3P1[:, index],
+        )
+
 
 class Penalties:
     """Penalties and token counts by slot. The memory grows with the highest slot that uses any."""
@@ -103,9 +114,19 @@ class Penalties:
 
         penalise(logits_BV, which.rows_P1, self._seen_SV, which.slots_P1, which.values_3P1)
 
-    def count(self, token_B: torch.Tensor, which: PenalisedRows) -> None:
-        """Count the new tokens, int64. A negative token ends its sequence, so its count does not matter."""
-        self._seen_SV[which.slots_P1, token_B[which.rows_P1].clamp(min=0)] += 2
+    def count(
+        self, token_B: torch.Tensor, which: PenalisedRows, times_B: torch.Tensor | None = None
+    ) -> None:
+        """Count the new tokens, int64. A negative token ends its sequence, so its count does not matter.
+
+        times_B   int32: how often each counts; None: once, and a slot comes once
+        """
+        token_P1 = token_B[which.rows_P1].clamp(min=0)
+        if times_B is None:
+            self._seen_SV[which.slots_P1, token_P1] += 2
+            return
+        twice_P1 = 2 * times_B[which.rows_P1]
+        self._seen_SV.index_put_((which.slots_P1, token_P1), twice_P1, accumulate=True)
 
     def _grow(self, num_slots: int) -> None:
         have, vocab_size = self._seen_SV.shape

@@ -15,6 +15,7 @@ from workers.sampling.logits_processors import LogitsProcessors
 from workers.sampling.logprobs import LogprobTensors, ToHost, token_logprobs
 from workers.sampling.token_bitmask import TokenBitmask
 from workers.sampling.token_sampling import SamplingTable, sample_tokens
+from workers.sampling.verified_rows import VerifiedRows
 from workers.step.sequence import InputBatch, Sequence
 from workers.wire.request import TokenLogprobs
 
@@ -73,23 +74,27 @@ class Sampler:
         slots_B: np.ndarray,
         positions_B: np.ndarray,
         mask: TokenBitmask | None = None,
+        draft_B: np.ndarray | None = None,
     ) -> SampledTokens:
         """Draw a token for each row, and compute the log-probabilities of rows that want them.
 
         The float32 logits are overwritten. A slot comes once for each of its rows. positions_B int64: position of each
-        new token. Does not wait for the device.
+        new token. draft_B: see ScheduledBatch.draft_token_ids. Does not wait for the device.
         """
         num_logprobs = self._num_logprobs_of(slots_B)
         rows_N = to_device(np.array(list(num_logprobs)), self._device) if num_logprobs else None
         raw_NV = None if rows_N is None else logits_BV.index_select(0, rows_N)
         if mask is not None:
             mask.apply(logits_BV)
-        processors = self._processors.batch(slots_B)
+        processors, drafts = self._processors.batch(slots_B), None
         if processors is not None:
-            self._processors.apply(logits_BV, processors, positions_B, self._table.token_ids)
+            drafts = None if draft_B is None else VerifiedRows.of(slots_B, draft_B)
+            self._processors.apply(
+                logits_BV, processors, positions_B, self._table.token_ids, drafts
+            )
         token_B = sample_tokens(logits_BV, self._sampling.batch(slots_B, positions_B))
         if processors is not None:
-            self._processors.count_tokens(token_B, processors)
+            self._processors.count_tokens(token_B, processors, drafts)
         if rows_N is None or raw_NV is None:
             return SampledTokens(token_B, [])
         # The log-probabilities of an invalid row are dropped with the row.

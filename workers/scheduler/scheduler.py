@@ -23,6 +23,7 @@ from workers.config import SchedulerConfig
 from workers.kv_cache.group import Prefix
 from workers.kv_cache.manager import KVCacheManager
 from workers.sampling import no_token
+from workers.speculation.speculator import Speculator
 from workers.step.grammar import Grammar
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.sequence import (
@@ -45,7 +46,8 @@ _by_order = attrgetter("order")
 class Scheduler:
     """Waiting and running sequences of one rank, both in order.
 
-    cache   memory of the running sequences, with the contents that an earlier scheduler has left, all free
+    cache        memory of the running sequences, with the contents that an earlier scheduler has left, all free
+    speculator   drafts tokens of sequences that decode; None: every sequence gets one token a step
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager, max_model_len: int):
@@ -60,6 +62,7 @@ class Scheduler:
         self._arrivals = itertools.count()
         self.num_preemptions = 0
         self.num_invalid = 0  # requests that ended because of their logits
+        self.speculator: Speculator | None = None
 
     @property
     def has_work(self) -> bool:
@@ -108,7 +111,7 @@ class Scheduler:
     def needs_tokens(self) -> bool:
         """Whether a running sequence needs the tokens of the launched steps before its next step."""
         return any(
-            seq.num_pending and (seq.needs_last_token or seq.draft_token_ids)
+            seq.num_pending and (seq.needs_last_token or seq.speculates or seq.draft_token_ids)
             for seq in self.running
         )
 
@@ -120,6 +123,8 @@ class Scheduler:
         While tokens are pending the batch may be empty although there is work: then `commit` comes first.
         """
         budget = self._config.max_num_batched_tokens
+        if self.speculator is not None:
+            self._draft(self.speculator, budget)
         prompts = prefill_cap if prefill_cap and self._config.chunked_prefill else budget
         work: list[ScheduledSequence] = []
         preempted = False
@@ -139,6 +144,10 @@ class Scheduler:
                 if self._config.chunked_prefill:
                     num_new = self.cache.chunk(seq, num_new)
             while not self.cache.grow(seq, seq.num_computed_tokens + num_new):
+                if num_new > 1 and kind is VERIFY:  # no sequence loses its memory to drafts
+                    self.table.propose(seq, ())
+                    kind, num_new = DECODE, 1
+                    continue
                 preempted = True
                 if self._preempt_last() is seq:
                     break
@@ -172,15 +181,29 @@ class Scheduler:
                     assert self.cache.takes_back, "a state cannot be taken back to before a draft"
                     self.table.verified(seq, part.num_logits - count)
                 self.cache.commit(seq)
-                outputs.append(self._append(seq, token_ids[start:end]) if count else None)
+                outputs.append(self._append(part, token_ids[start:end]) if count else None)
+                if self.speculator is not None and count and not seq.finished:
+                    self.speculator.committed(seq)
         return step.attach(outputs)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if memory of the cache has other owners than the running sequences."""
         self.cache.check_integrity(self.running)
 
-    def _append(self, seq: Sequence, drawn: list[int]) -> RequestOutput:
-        """Append the tokens up to the first that ends `seq`."""
+    def _draft(self, speculator: Speculator, budget: int) -> None:
+        """Propose drafts, so that each running sequence still gets a token, and none needs the memory of another."""
+        if self.cache.pool.num_free < 2 * len(self.cache.groups) * len(self.running):
+            return
+        decodes = [seq for seq in self.running if seq.kind is not PROMPT]
+        seqs = [seq for seq in decodes if seq.takes_drafts]
+        free = budget - len(self.running)
+        for seq, drafts in speculator.drafts(seqs, len(decodes), free) if free > 0 else ():
+            self.table.propose(seq, drafts)
+
+    def _append(self, part: ScheduledSequence, drawn: list[int]) -> RequestOutput:
+        """Append the tokens up to the first that ends the sequence of `part`."""
+        seq, num_drafts = part.seq, len(part.draft_token_ids)
+        drafts = (len(drawn) - 1, num_drafts - len(drawn) + 1) if num_drafts else None
         request_id, known = seq.request.request_id, len(seq.token_ids)
         finish_reason = None
         for token_id in drawn:
@@ -188,7 +211,8 @@ class Scheduler:
                 error = self._error_of(seq, token_id)
                 if error is not None:
                     self._finish(seq)
-                    return RequestOutput(request_id, seq.token_ids[known:], "error", error)
+                    drawn = seq.token_ids[known:]
+                    return RequestOutput(request_id, drawn, "error", error, drafts=drafts)
             self.table.append_token(seq, token_id)
             finish_reason = seq.finish_reason()
             if finish_reason is not None:
@@ -196,7 +220,9 @@ class Scheduler:
                 drawn = seq.token_ids[known:]
                 break
         num_cached, seq.num_cached_tokens = seq.num_cached_tokens, 0  # reported once
-        return RequestOutput(request_id, drawn, finish_reason, num_cached_tokens=num_cached)
+        return RequestOutput(
+            request_id, drawn, finish_reason, num_cached_tokens=num_cached, drafts=drafts
+        )
 
     def _error_of(self, seq: Sequence, token_id: int) -> str | None:
         """Advance the grammar of `seq` by its next token; return why the sequence cannot go on, or None."""
@@ -267,6 +293,8 @@ class Scheduler:
 
     def _finish(self, seq: Sequence) -> None:
         seq.finished = True
+        if self.speculator is not None:
+            self.speculator.forget(seq)
         if seq.row >= 0:
             self.running.remove(seq)
             self._release(seq)

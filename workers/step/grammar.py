@@ -4,6 +4,8 @@ A matcher that fails allows only the end tokens and returns its error at the nex
 request only.
 """
 
+from collections.abc import Iterable
+
 from llguidance import LLMatcher
 
 # First words of the error of a request that ends because of its grammar.
@@ -19,6 +21,10 @@ class Grammar:
     def __init__(self, matcher: LLMatcher):
         self.matcher = matcher
         self.complete = False
+
+    def num_allowed(self, token_ids: Iterable[int]) -> int:
+        """Return how many of these tokens the output may go on with; the state does not change."""
+        return self.matcher.validate_tokens(list(token_ids))
 
     def advance(self, token_id: int) -> str | None:
         """Advance by an output token; return the reason why the grammar cannot go on, or None."""

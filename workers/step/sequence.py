@@ -64,6 +64,7 @@ class Sequence:
     draft_token_ids    guesses for its next tokens, for the next step to verify
     num_pending        tokens that launched steps draw, at most, and that the host does not have yet
     needs_last_token   its logits processors or its grammar read the last token on the host
+    speculates         a drafter reads the last token on the host before the next step
     finished           the request has ended; outputs of launched steps are dropped
     """
 
@@ -84,6 +85,7 @@ class Sequence:
     draft_token_ids: tuple[int, ...] = ()
     num_pending: int = 0
     needs_last_token: bool = False
+    speculates: bool = False
     finished: bool = False
 
     @classmethod
@@ -112,13 +114,8 @@ class Sequence:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether the next step may verify drafts: the draws of one step must not depend on each other."""
-        return (
-            self.kind is not PROMPT
-            and not self.num_pending
-            and self.grammar is None
-            and not self.request.params.has_penalties
-        )
+        """Whether the next step may verify drafts: they follow a token that the host has."""
+        return not self.num_pending and self.kind is not PROMPT
 
     @property
     def num_remaining(self) -> int:
@@ -186,11 +183,15 @@ class InputBatch:
     def propose(self, seq: Sequence, draft_token_ids: Iterable[int]) -> None:
         """Let the next step verify drafts, as many as `seq` may have tokens before its last.
 
-        seq.takes_drafts must hold, and `takes_back` of the KV cache.
+        seq.takes_drafts must hold, and `takes_back` of the KV cache. Drafts end before the first that the grammar of
+        `seq` forbids.
         """
         assert seq.takes_drafts, f"{seq.request.request_id} takes no drafts"
         start = seq.num_tokens
-        seq.draft_token_ids = tuple(draft_token_ids)[: seq.max_num_tokens - 1 - start]
+        drafts = tuple(draft_token_ids)[: seq.max_num_tokens - 1 - start]
+        if seq.grammar is not None and drafts:
+            drafts = drafts[: seq.grammar.num_allowed(drafts)]
+        seq.draft_token_ids = drafts
         self.token_ids[seq.row, start : start + len(seq.draft_token_ids)] = seq.draft_token_ids
 
     def verified(self, seq: Sequence, num_rejected: int) -> None:

@@ -63,6 +63,7 @@ class EngineRequest:
 
     priority           smaller values run first; equal values run in order of arrival
     cache_salt         only requests of one salt share cached prefixes
+    prediction_token_ids  text that the output may repeat: drafts are looked for in it too
     emitted_token_ids  output tokens that an earlier epoch sent: they count as output everywhere, and only tokens
                        after them are published
     on_trial           the rank runs it alone among requests without a token, until its first token
@@ -74,6 +75,7 @@ class EngineRequest:
     params: SamplingParams = field(repr=False)
     priority: int = 0
     cache_salt: str = ""
+    prediction_token_ids: list[int] = field(default_factory=list)
     emitted_token_ids: list[int] = field(default_factory=list)
     on_trial: bool = False
 
@@ -116,6 +118,7 @@ class RequestOutput:
     prompt_logprobs    in the first output, if requested: one entry for each prompt token, None for the first token
     num_cached_tokens  in the first output: prompt tokens found in the prefix cache
     times              in the last output of a request with tokens
+    drafts             drafts of the step that the model confirmed, and that it did not; None: the step had none
     """
 
     request_id: str
@@ -126,6 +129,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
+    drafts: tuple[int, int] | None = None
 
     @property
     def begins(self) -> bool:
@@ -137,6 +141,7 @@ def merge(outputs: list[RequestOutput]) -> RequestOutput:
     """Return successive outputs of one request as one output."""
     first, last = outputs[0], outputs[-1]
     logprobs = [item for output in outputs for item in output.logprobs or ()]
+    drafts = [output.drafts for output in outputs if output.drafts is not None]
     return RequestOutput(
         first.request_id,
         [token for output in outputs for token in output.token_ids],
@@ -146,6 +151,7 @@ def merge(outputs: list[RequestOutput]) -> RequestOutput:
         first.prompt_logprobs,
         first.num_cached_tokens,
         last.times,
+        (sum(d[0] for d in drafts), sum(d[1] for d in drafts)) if drafts else None,
     )
 
 

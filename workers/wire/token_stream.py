@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 MAX_MESSAGES_AT_ONCE = 64
-_DEFAULTS = (None, None, 0, None)  # of the last four fields, which few outputs have
+_DEFAULTS = (None, None, 0, None, None)  # of the last five fields, which few outputs have
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 POLLIN = int(zmq.POLLIN)  # `&` with the enum takes 10 us
 
@@ -151,9 +151,15 @@ class TokenReceiver:
 
 
 def _fields(output: RequestOutput) -> tuple[Any, ...]:
-    """Return the fields in order; the last four are left out if they have their defaults."""
+    """Return the fields in order; the last five are left out if they have their defaults."""
     fields = (output.request_id, output.token_ids, output.finish_reason, output.error)
-    rest = (output.logprobs, output.prompt_logprobs, output.num_cached_tokens, output.times)
+    rest = (
+        output.logprobs,
+        output.prompt_logprobs,
+        output.num_cached_tokens,
+        output.times,
+        output.drafts,
+    )
     return fields if rest == _DEFAULTS else fields + rest
 
 
@@ -163,4 +169,5 @@ def _output(fields: list[Any]) -> RequestOutput:
             values and [v and TokenLogprobs(*v) for v in values] for values in fields[4:6]
         ]
         fields[7] = fields[7] and RequestTimes(*fields[7])
+        fields[8] = fields[8] and (fields[8][0], fields[8][1])
     return RequestOutput(*fields)

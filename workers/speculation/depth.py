@@ -1,0 +1,74 @@
+"""How many drafts of each sequence a step verifies: as many as raise tokens per second. Pure arithmetic.
+
+S sequences with drafts, K the most drafts of one.
+"""
+
+import numpy as np
+
+from workers.speculation.step_times import StepTimes
+
+PRIOR = 0.5
+"""Share of a new sequence's guesses that counts as right, with the weight of PRIOR_GUESSES."""
+
+PRIOR_GUESSES = 2.0
+
+DECAY = 0.9
+"""Weight of a guess against the next one: about ten guesses count."""
+
+
+class Acceptance:
+    """The running share of right guesses of one sequence."""
+
+    __slots__ = ("_guesses", "_right")
+
+    def __init__(self) -> None:
+        self._guesses, self._right = PRIOR_GUESSES, PRIOR * PRIOR_GUESSES
+
+    def count(self, right: int, wrong: int) -> None:
+        """Count guesses, of which those that were right came first."""
+        for number, value in ((right, 1.0), (wrong, 0.0)):
+            left = DECAY**number
+            counted = (1 - left) / (1 - DECAY)
+            self._guesses = left * self._guesses + counted
+            self._right = left * self._right + value * counted
+
+    @property
+    def share(self) -> float:
+        """The probability that the next guess is right."""
+        return self._right / self._guesses
+
+
+def choose_depths(
+    acceptance_S: np.ndarray,
+    available_S: np.ndarray,
+    num_decodes: int,
+    budget: int,
+    times: StepTimes,
+    alone_s: float,
+) -> np.ndarray:
+    """Return the number of drafts of each sequence, int64 [S].
+
+    A draft survives if its guess and all before it are right, so a step's expected tokens are `num_decodes` and the sum
+    of the survivals of its drafts. The drafts that most likely survive come first.
+
+    acceptance_S   float64, probability that a guess is right
+    available_S    int64, drafts that there are
+    num_decodes    sequences that decode in the step, with drafts or without
+    budget         most drafts together
+    times          of steps with drafts
+    alone_s        expected seconds of the step without drafts
+    """
+    depths_SK = np.arange(1, available_S.max(initial=0) + 1)
+    survival_SK = acceptance_S[:, None] ** depths_SK
+    there_SK = depths_SK <= available_S[:, None]
+    seq_N, survival_N = there_SK.nonzero()[0], survival_SK[there_SK]
+    order_N = (-survival_N).argsort(kind="stable")[:budget]
+    if not len(order_N):
+        return np.zeros(len(acceptance_S), dtype=np.int64)
+    tokens_N = num_decodes + survival_N[order_N].cumsum()
+    rows_N = num_decodes + 1 + np.arange(len(order_N))
+    seconds_N = times.expected(0) + times.seconds_per_row * rows_N
+    rates_N = tokens_N / np.maximum(seconds_N, 1e-9)
+    best = int(rates_N.argmax())
+    count = best + 1 if rates_N[best] > num_decodes / alone_s else 0
+    return np.bincount(seq_N[order_N[:count]], minlength=len(acceptance_S))

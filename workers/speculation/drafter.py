@@ -1,0 +1,42 @@
+"""A source of drafts: tokens that sequences may go on with. Knows nothing of schedules, acceptance and step times.
+
+A drafter is a new subclass, made by `workers.speculation.speculator.make_speculator`. A drafter that errs costs time,
+never a token: each draft is verified by the draw of the row before it.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+from workers.step.sequence import Sequence
+
+
+class Guesses(NamedTuple):
+    """Of the tokens that a sequence got, those that the drafter had guessed right, and wrong; drafted or not."""
+
+    right: int
+    wrong: int
+
+
+class Drafter(ABC):
+    """Drafts for the running sequences of one rank in one epoch."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def committed(self, seq: Sequence) -> Guesses:
+        """Read the tokens that `seq` has got since the last call; the first call reads all of them.
+
+        A guess behind a wrong guess counts only if the drafter made it after it knew the token.
+        """
+
+    @abstractmethod
+    def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
+        """Return at most `most` tokens that may follow seq.token_ids, the likeliest first token alone at each place."""
+
+    @abstractmethod
+    def has_drafts(self, seq: Sequence) -> bool:
+        """Return whether `propose` would return tokens, by what `committed` has read."""
+
+    @abstractmethod
+    def forget(self, seq: Sequence) -> None:
+        """Free what is kept of a sequence that has ended."""

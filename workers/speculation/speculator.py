@@ -1,0 +1,104 @@
+"""Speculation on one rank: which sequences draft how many tokens in a step. Knows nothing of memory and schedules.
+
+Sequences and their drafts are chosen by this rank alone, because a drafter without collectives changes only the number
+of the rank's tokens, which each rank votes anyway.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from workers.config import SpeculationConfig
+from workers.speculation.depth import Acceptance, choose_depths
+from workers.speculation.drafter import Drafter
+from workers.speculation.ngram import NGramDrafter
+from workers.speculation.step_times import StepTimes
+from workers.step.sequence import Sequence
+
+
+class Speculator:
+    """Belongs to the thread of the step loop.
+
+    A sequence of an asynchronous engine waits for its last token only while it speculates. The guesses of the drafter
+    are compared with the tokens also where they are not drafted, so that a sequence begins again without a trial.
+    """
+
+    def __init__(self, drafter: Drafter, config: SpeculationConfig):
+        self._drafter, self._most, self._adaptive = (
+            drafter,
+            config.num_draft_tokens,
+            config.adaptive,
+        )
+        self._acceptance: dict[Sequence, Acceptance] = {}
+        self._waiting, self._overlapping = StepTimes(), StepTimes()
+        self._least = 0.0  # acceptance from which drafts pay
+
+    def committed(self, seq: Sequence) -> None:
+        """Read the new tokens of `seq`, and decide whether its next step waits for them."""
+        acceptance = self._acceptance.get(seq)
+        if acceptance is None:
+            acceptance = self._acceptance[seq] = Acceptance()
+        acceptance.count(*self._drafter.committed(seq))
+        pays = not self._adaptive or acceptance.share >= self._least
+        seq.speculates = pays and self._drafter.has_drafts(seq)
+
+    def drafts(
+        self, seqs: list[Sequence], num_decodes: int, budget: int
+    ) -> Iterator[tuple[Sequence, tuple[int, ...]]]:
+        """Yield sequences with the drafts to verify in the next step, `budget` at most together.
+
+        seqs         sequences that take drafts
+        num_decodes  sequences that decode in the step, these among them
+        """
+        self._least = self._least_acceptance(num_decodes)
+        most = min(self._most, budget)
+        found = [(seq, drafts) for seq in seqs if (drafts := self._drafter.propose(seq, most))]
+        if not found:
+            return
+        available_S = np.array([len(drafts) for _, drafts in found])
+        if self._adaptive:
+            depths = choose_depths(
+                np.array([self._acceptance[seq].share for seq, _ in found]),
+                available_S,
+                num_decodes,
+                budget,
+                self._drafting,
+                self._alone.expected(num_decodes),
+            )
+        else:
+            left_S = budget - available_S.cumsum() + available_S
+            depths = available_S.clip(max=left_S.clip(min=0))
+        for (seq, drafts), depth in zip(found, depths.tolist(), strict=True):
+            if depth:
+                yield seq, drafts[:depth]
+
+    def observe(self, rows: int, seconds: float, *, overlapping: bool) -> None:
+        """Count a step without prompts: rows of the busiest rank; overlapping: the next step was launched before."""
+        (self._overlapping if overlapping else self._waiting).observe(rows, seconds)
+
+    def forget(self, seq: Sequence) -> None:
+        """Free what is kept of a sequence that has ended."""
+        self._acceptance.pop(seq, None)
+        self._drafter.forget(seq)
+
+    @property
+    def _drafting(self) -> StepTimes:
+        """Times of steps that wait for tokens, as steps with drafts do."""
+        return self._waiting if self._waiting.known else self._overlapping
+
+    @property
+    def _alone(self) -> StepTimes:
+        """Times of steps without drafts."""
+        return self._overlapping if self._overlapping.known else self._waiting
+
+    def _least_acceptance(self, num_decodes: int) -> float:
+        """Return the acceptance from which a draft for each sequence pays."""
+        rows = max(1, num_decodes)
+        return self._drafting.expected(2 * rows) / self._alone.expected(rows) - 1
+
+
+def make_speculator(config: SpeculationConfig) -> Speculator | None:
+    """Return the speculation of a rank in an epoch, where the model takes drafts back; None: off."""
+    if config.method == "off":
+        return None
+    return Speculator(NGramDrafter(), config)

@@ -1,0 +1,55 @@
+"""The time of a step by its rows, from steps in service. Pure arithmetic: no clock."""
+
+DECAY = 0.98
+"""Weight of a step in the averages, against the step after it: the last 50 steps count for most."""
+
+OUTLIER = 3
+"""A step counts as at most this multiple of its expected time."""
+
+ROW_SHARE = 0.3
+"""Share of a step's time that is in proportion to its rows, as long as steps of different sizes were not measured."""
+
+PRIOR_VARIANCE = 1.0
+"""Variance of rows from which measurements count as much as ROW_SHARE."""
+
+
+class StepTimes:
+    """A line through the times of steps without prompts: a fixed time, and a time for each row of the busiest rank."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._rows = self._seconds = 0.0  # weighted means
+        self._variance = self._covariance = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether a step was measured."""
+        return self._weight > 0
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Count a step."""
+        if self.known:
+            seconds = min(seconds, OUTLIER * self.expected(rows))
+        self._weight = DECAY * self._weight + 1
+        share = 1 / self._weight
+        before = rows - self._rows
+        self._rows += share * before
+        self._seconds += share * (seconds - self._seconds)
+        self._variance += share * (before * (rows - self._rows) - self._variance)
+        self._covariance += share * (before * (seconds - self._seconds) - self._covariance)
+
+    @property
+    def seconds_per_row(self) -> float:
+        """The slope of the line, never below 0; the fixed time is not below 0 either."""
+        if not self.known:
+            return ROW_SHARE
+        steepest = self._seconds / self._rows
+        prior = ROW_SHARE * steepest
+        measured = self._covariance + PRIOR_VARIANCE * prior
+        return min(max(measured / (self._variance + PRIOR_VARIANCE), 0.0), steepest)
+
+    def expected(self, rows: float) -> float:
+        """Return the expected seconds of a step; without measurements, in an unknown unit."""
+        if not self.known:
+            return 1 - ROW_SHARE + ROW_SHARE * rows
+        return self._seconds + self.seconds_per_row * (rows - self._rows)
