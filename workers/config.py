@@ -220,10 +220,16 @@ MAX_DRAFT_TOKENS = 16
 class SpeculationConfig(Section):
     """Draft tokens that a step verifies, so that a sequence may get several tokens in one step."""
 
-    method: Literal["off", "auto", "ngram"] = Field(
+    method: Literal["off", "auto", "ngram", "mtp", "eagle3"] = Field(
         "off",
         description="Source of the drafts. ngram = text that stood behind the last tokens before, in prompt, answer or "
-        "the request's prediction; auto = the best that the model allows. Answers are those of off.",
+        "the request's prediction; mtp = the head for multi-token prediction of the checkpoint; eagle3 = draft_model; "
+        "auto = the best that the model allows. Answers are those of off.",
+    )
+    draft_model: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder of an EAGLE-3 draft model for method eagle3, relative to the YAML's folder.",
     )
 
     @field_validator("method", mode="before")
@@ -243,6 +249,19 @@ class SpeculationConfig(Section):
         description="Draft as many tokens as raise tokens per second, by the times of steps and the share of drafts "
         "that the model confirms, at most num_draft_tokens; false = always num_draft_tokens.",
     )
+    accept_lengths: list[Annotated[float, Field(ge=0, le=1)]] | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_DRAFT_TOKENS,
+        description="For measurements with model.weights dummy: probability that a draft is accepted if all drafts "
+        "before it were, by its place, such as [0.8, 0.65, 0.5]; the last one holds for later places. null = drafts "
+        "are compared with the model's draws.",
+    )
+
+    @property
+    def uses_model(self) -> bool:
+        """Whether a draft model runs behind each step."""
+        return self.method in ("mtp", "eagle3")
 
 
 _OF_EPOCH = ("num_ranks", "num_nodes", "threads", "vote_timeout_s", "log_level", "log_format")

@@ -52,7 +52,7 @@ def rank_config(
         "overlap": {"mode": "off"},
     }
     for name, changes in sections.items():
-        values[name] = {**values[name], **changes}
+        values[name] = {**values.get(name, {}), **changes}
     hosts = 1
     if values["kernels"].get("all2all") == "hierarchical":
         hosts = num_ranks if num_ranks % 2 else 2

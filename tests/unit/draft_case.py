@@ -77,6 +77,12 @@ class OneRankDraft:
             states_BD = head.forward(batch, states_BD)
         return found
 
+    def drafts(self, prompt: list[int], next_token: int, depth: int) -> list[int]:
+        """Return the likeliest token of each depth, as the target numbers tokens."""
+        offsets = getattr(self.head, "token_offset_d", None)
+        found = [int(logits[0].argmax()) for logits in self.logits([prompt], [next_token], depth)]
+        return found if offsets is None else [it + int(offsets[it]) for it in found]
+
     def _first(self, parts: list[list[int]], follow: list[list[int]], start: int) -> torch.Tensor:
         """Run target and head over the parts of all prompts; return the states behind the last rows."""
         batch, model = make_batch(parts, [start] * len(parts)), self.target.model

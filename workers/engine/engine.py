@@ -21,6 +21,7 @@ from kernels.pending import Pending
 from workers.engine.arrivals import Arrivals
 from workers.engine.messages import Abort, AbortIngress, Message, Refusal
 from workers.overlap.policy import OverlapPolicy, never
+from workers.runner.draft_passes import draft_vote
 from workers.runner.graph_sizes import GraphSizes
 from workers.runner.model_runner import ModelRunner
 from workers.sampling.grammar_compiler import GrammarCompiler
@@ -267,6 +268,7 @@ class Engine:
             wants_ubatch=self._overlap.wants(mode, num_tokens),
             prefill_tokens=batch.prefill_tokens if batch else 0,
             prefill_cap=self._cap_of(batch),
+            **draft_vote(self.runner.drafts, self.scheduler.speculator, batch),
             has_work=self.scheduler.has_work,
             wants_stop=self._stopping,
             health=UNHEALTHY if failure else HEALTHY,

@@ -25,6 +25,7 @@ class CacheMemory:
     num_blocks      KV blocks of every rank, 0 until the first epoch has sized the cache
     num_snapshots   states of prefixes of every rank; 0 until then, if they are measured
     kv_caches       one tensor a layer with KV blocks, allocated once
+    draft_caches    those of a draft model's layers, with the same numbers of blocks
     states          the pools of states, one a layer of linear attention, allocated once
     manager         the memory of sequences with its contents: the prefix cache of all epochs
     """
@@ -36,11 +37,14 @@ class CacheMemory:
         shape: BackendShape,
         window: int | None,
         device: torch.device,
+        draft_groups: Sequence[KVGroup] = (),
     ):
-        self._window, self._device = window, device
+        """draft_groups: layers of a draft model, over all tokens."""
+        self._window, self._device, self._draft_groups = window, device, draft_groups
         self.configure(config, selection, shape)
         self.num_blocks, self.num_snapshots = 0, config.cache.num_snapshots or 0
         self.kv_caches: list[torch.Tensor] = []
+        self.draft_caches: list[torch.Tensor] = []
         self.states: list[LinearStates] = []
         self.manager = self.new_manager(0)
 
@@ -51,7 +55,8 @@ class CacheMemory:
         self._linear = selection.linear_attention_class
         self._kv_groups = selection.attention_class.kv_groups(shape.attention_specs)
         self.demand = KVDemand(size, self._window, config.scheduler.max_num_batched_tokens)
-        self.block_bytes = kv_block_bytes(self._kv_groups, size, dtype.itemsize)
+        groups = (*self._kv_groups, *self._draft_groups)
+        self.block_bytes = kv_block_bytes(groups, size, dtype.itemsize)
         self.slot_bytes = 0 if self._linear is None else self._linear.slot_bytes(self._specs, dtype)
 
     def take_sizes(self, num_blocks: int, num_snapshots: int) -> None:
@@ -65,6 +70,11 @@ class CacheMemory:
         size = self._config.cache.block_size
         return allocate_kv_caches(self._kv_groups, num_blocks, size, self._dtype, self._device)
 
+    def new_draft_caches(self, num_blocks: int) -> list[torch.Tensor]:
+        """Return new KV caches of the draft model, one a layer; none without one."""
+        size = self._config.cache.block_size
+        return allocate_kv_caches(self._draft_groups, num_blocks, size, self._dtype, self._device)
+
     def state_pools(self) -> list[LinearStates]:
         """Return the pools of states, allocated at the first call; none for a model without linear attention."""
         if self._linear is not None and not self.states:
@@ -75,6 +85,7 @@ class CacheMemory:
     def allocate(self) -> None:
         """Allocate the KV caches of `num_blocks` blocks, without contents."""
         self.kv_caches = self.new_kv_caches(self.num_blocks)
+        self.draft_caches = self.new_draft_caches(self.num_blocks)
         self.forget_prefixes()
 
     def forget_prefixes(self) -> None:
@@ -99,7 +110,7 @@ class CacheMemory:
 
     def free(self) -> None:
         """Release all tensors."""
-        self.kv_caches, self.states = [], []
+        self.kv_caches, self.draft_caches, self.states = [], [], []
 
     @property
     def state_bytes(self) -> int:

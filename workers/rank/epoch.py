@@ -198,7 +198,8 @@ class Epoch:
         process.load(progress)
         assert process.model is not None
         model = process.model.with_backends(self.backends)
-        self._parts.make = RunnerMaker(process, model, self.backends, self.ubatches)
+        draft = process.draft_of(self.backends)
+        self._parts.make = RunnerMaker(process, model, self.backends, self.ubatches, draft)
 
     def compile_kernels(self, progress: Progress | None = None) -> None:
         """Run all kernels that compile at first use, at every step size with its own kernels. Collective.
@@ -248,6 +249,7 @@ class Epoch:
             if not caches.kv_caches:
                 caches.allocate()
                 self.ubatches.bind(caches.kv_caches)
+            self.make.bind_draft(caches.draft_caches)
             made = self.make(caches.manager)
             self._parts.runner, self._parts.scheduler = made
             self._closing.callback(self.runner.close)

@@ -1,6 +1,9 @@
 """Runners and schedulers of one epoch: for warm-up, for measuring the memory of a step, and for serving."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+
+import torch
 
 from kernels.attention.base import Attention
 from kernels.backends.select import Backends
@@ -10,6 +13,7 @@ from workers.models.decoder import DecoderLM
 from workers.overlap.epoch_ubatches import EpochUbatches
 from workers.rank import process_group
 from workers.rank.device_memory import memory_for
+from workers.rank.draft_model import EpochDraft
 from workers.rank.kv_sizing import (
     OwnBytes,
     check_longest_request_fits,
@@ -31,6 +35,7 @@ class RunnerMaker:
     model: DecoderLM
     backends: Backends
     ubatches: EpochUbatches
+    draft: EpochDraft | None = None
 
     def __call__(
         self, cache: KVCacheManager, attention: Attention | None = None
@@ -54,8 +59,14 @@ class RunnerMaker:
             device=process.device,
             asynchronous=process.asynchronous,
             ubatches=self.ubatches.wrapper(self.model),
+            drafts=None if self.draft is None else self.draft.passes(scheduler, process.device),
         )
         return runner, scheduler
+
+    def bind_draft(self, draft_caches: Sequence[torch.Tensor]) -> None:
+        """Bind the caches of the draft model, if there is one; later runners run it."""
+        if self.draft is not None:
+            self.draft.attention.bind(draft_caches)
 
     def warm_up_steps(self) -> WarmUpSteps:
         """Return the steps that all ranks run alike, before there are requests."""

@@ -9,6 +9,8 @@ Knows nothing of Ray, peers or requests.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,10 +27,12 @@ from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig, not_for_answers
 from workers.kv_cache.caches import CacheMemory
 from workers.models.decoder import DecoderLM
+from workers.models.layer_stack import LayerStack
 from workers.models.registry import load_model_config
 from workers.overlap.rank_overlap import RankOverlap
 from workers.rank.backend_choice import backend_shape, forced_routing, slow_attention
 from workers.rank.device_memory import memory_for
+from workers.rank.draft_model import DraftChoice, DraftHead, EpochDraft, with_attention
 from workers.rank.rank_info import Progress, RankInfo
 from workers.sampling.grammar_compiler import GrammarCompiler
 from workers.scheduler.prefill_cap import PrefillCap
@@ -55,6 +59,7 @@ class RankProcess:
 
     backends     grouped GEMM and expert load of every epoch; all-to-all and attention belong to the epochs
     model        the weights; an epoch runs them with its own backends
+    draft        the draft model that the configuration wants, draft_model its weights; None: there is none
     experts      the experts of the model's weights
     caches       KV blocks and states with their contents
     warm         every kernel that a step may need has been compiled here
@@ -79,9 +84,13 @@ class RankProcess:
         self.grammars: GrammarCompiler | None = None
         self.backends: select.Backends | None = None
         self.model: DecoderLM | None = None
+        self.draft = DraftChoice.of(config, self.model_config, select.probe(self.device))
+        self.draft_model: DraftHead | None = None
         self.experts: Sequence[int] = ()
         window = self.model_config.window
-        self.caches = CacheMemory(config, self.selection, self.shape, window, self.device)
+        drafting = () if self.draft is None else self.draft.kv_groups
+        place = self.selection, self.shape, window, self.device
+        self.caches = CacheMemory(config, *place, draft_groups=drafting)
         self.warm = False
         self.pace = Pace()
         self.prefill_cap = PrefillCap.of(config.scheduler, config.cache.block_size)
@@ -116,6 +125,8 @@ class RankProcess:
         self.caches.configure(config, self.selection, self.shape)
         if self.model is not None and config.model.routing != before.model.routing:
             self.model.route_by(self._forced_routing())
+            if self.draft_model is not None:
+                self.draft_model.route_by(self._forced_routing())
         same_backends = selection.names() == self.selection.names()
         if self.dims == dims and same_backends and config.overlap == before.overlap:
             return
@@ -123,10 +134,10 @@ class RankProcess:
         names, kept = self.selection.names(), selection.names().items()
         if any(names[seam] != name for seam, name in kept if seam != "all2all"):
             # The weights, the caches and the states have the memory order of these backends.
-            self.backends, self.model, self.experts = None, None, ()
+            self.backends, self.model, self.draft_model, self.experts = None, None, None, ()
             self.caches.free()
         if self.device.type == "cuda":
-            self.warm, self.caches.kv_caches = False, []
+            self.warm, self.caches.kv_caches, self.caches.draft_caches = False, [], []
             self.caches.take_sizes(0, self.config.cache.num_snapshots or 0)
             torch.cuda.empty_cache()
 
@@ -156,6 +167,7 @@ class RankProcess:
             if self.model is None:
                 model = self._build_model(self.backends)
                 self._read_weights(model, progress)
+                self._load_draft(model, self.backends, progress)
                 self.model = model
             elif self.experts != experts or self.model.seat != (self.expert_map, self.rank):
                 self._take_experts(self.model, experts, progress)
@@ -174,16 +186,29 @@ class RankProcess:
                 logger.warning("%s", warning)
             for part in self.model_config.skipped_parts:
                 logger.warning("%s of the checkpoint is not loaded: only text is served", part)
-        return DecoderLM(
-            self.model_config,
-            backends,
-            expert_map=self.expert_map,
-            rank=self.rank,
-            device=self.device,
-            dtype=self.dtype,
-            max_positions=self.max_model_len,
-            forced_routing=self._forced_routing(),
-        )
+        return DecoderLM(self.model_config, backends, **self._place())
+
+    def _place(self) -> dict[str, Any]:
+        """The arguments of a LayerStack that hold for the model and for the draft model."""
+        return {
+            "expert_map": self.expert_map,
+            "rank": self.rank,
+            "device": self.device,
+            "dtype": self.dtype,
+            "max_positions": self.max_model_len,
+            "forced_routing": self._forced_routing(),
+        }
+
+    def _load_draft(
+        self, model: DecoderLM, backends: select.Backends, progress: Progress | None
+    ) -> None:
+        if self.draft is None:
+            return
+        block_size = self.config.cache.block_size
+        unbound = with_attention(backends, self.draft, block_size)
+        head = self.draft.build(model, unbound, **self._place())
+        self.draft.load(head, partial(self._read, progress))
+        self.draft_model = head
 
     def _take_experts(
         self, model: DecoderLM, experts: Sequence[int], progress: Progress | None
@@ -193,21 +218,44 @@ class RankProcess:
         model.hold_experts(self.expert_map, self.rank, kept, self._forced_routing())
         self.experts = kept
         missing = [expert for expert in experts if expert not in kept]
+        if self.draft_model is not None:
+            place = self.expert_map, self.rank, kept, self._forced_routing()
+            self.draft_model.hold_experts(*place)
         if missing:
             self._read_weights(model, progress, missing)
+            if self.draft is not None and self.draft_model is not None:
+                self.draft.load(self.draft_model, partial(self._read, progress), missing)
 
     def _read_weights(
         self, model: DecoderLM, progress: Progress | None, experts: list[int] | None = None
     ) -> None:
-        where: dict[str, Any] = {"config": self.model_config, "expert_map": self.expert_map}
+        self._read(progress, model, self.config.model.folder, self.model_config, experts=experts)
+
+    def _read(
+        self,
+        progress: Progress | None,
+        model: LayerStack,
+        folder: Path,
+        config: ModelConfig,
+        *,
+        experts: list[int] | None = None,
+    ) -> None:
+        where: dict[str, Any] = {"config": config, "expert_map": self.expert_map}
         where |= {"rank": self.rank, "device": self.device, "progress": progress}
         if self.config.model.weights == "dummy":
             draw_weights(model, **where, experts=experts)
         else:
-            load_weights(model, self.config.model.folder, **where, experts=experts)
+            load_weights(model, folder, **where, experts=experts)
 
     def _forced_routing(self) -> Callable[..., ForcedRouting] | None:
         return forced_routing(self.config, self.model_config, self.rank, self.device)
+
+    def draft_of(self, backends: select.Backends) -> EpochDraft | None:
+        """Return the draft model of an epoch with these backends, after `load`; None: there is none."""
+        if self.draft is None or self.draft_model is None:
+            return None
+        block_size = self.config.cache.block_size
+        return EpochDraft.of(self.draft_model, self.draft, backends, block_size)
 
     def backend_context(
         self,
@@ -248,14 +296,18 @@ class RankProcess:
         """Return the bytes of this rank's weights."""
         dtype = self.config.model.dtype
         assert dtype != "auto", "resolve_rank_config comes first"
-        return rank_weight_bytes(
-            self.model_config,
-            self.expert_map,
-            self.rank,
-            dtype,
-            fp8_experts=self.selection.fp8_experts,
-            fp8_dense=self.selection.fp8_dense,
-            in_four_bits=self.selection.four_bit_experts,
+        configs = [self.model_config, *([] if self.draft is None else [self.draft.config])]
+        return sum(
+            rank_weight_bytes(
+                config,
+                self.expert_map,
+                self.rank,
+                dtype,
+                fp8_experts=self.selection.fp8_experts,
+                fp8_dense=self.selection.fp8_dense,
+                in_four_bits=self.selection.four_bit_experts,
+            )
+            for config in configs
         )
 
     def info(self, graph_bytes: int, stage_seconds: dict[str, float]) -> RankInfo:
@@ -282,7 +334,7 @@ class RankProcess:
             self.epoch.close()
         if self.grammars is not None:
             self.grammars.close()
-        self.backends, self.model, self.epoch = None, None, None
+        self.backends, self.model, self.draft_model, self.epoch = None, None, None, None
         self.caches.free()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ requests or votes.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -47,12 +47,14 @@ class ForwardGraph:
     hidden_TD   all rows
     logits_TV   float32, all rows; None for graphs that take prompts
     offs_Le     expert load of all layers; None where the model has none
+    hidden_after  by number of a layer, all rows after it
     """
 
     graph: torch.cuda.CUDAGraph
     hidden_TD: torch.Tensor
     logits_TV: torch.Tensor | None
     offs_Le: torch.Tensor | None
+    hidden_after: dict[int, torch.Tensor]
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Return the float32 logits of batch.logits_indices; None without any or if the graph has no logits."""
@@ -84,6 +86,7 @@ class StepGraphs:
         max_seqs: int,
         max_blocks: int,
         ubatches: UBatchWrapper | None,
+        aux_layers: Sequence[int] = (),
         on_demand: bool = False,
     ):
         self.sizes, self.on_demand = sizes, on_demand
@@ -105,6 +108,10 @@ class StepGraphs:
         width, vocab = model.config.hidden_size, model.config.vocab_size
         new: dict[str, Any] = {"device": model.device}
         self._hidden_TD = torch.zeros(sizes.largest, width, dtype=model.dtype, **new)
+        self._after = {
+            layer: torch.zeros(sizes.largest, width, dtype=model.dtype, **new)
+            for layer in aux_layers
+        }
         self._logits_TV = torch.zeros(max(sizes.decode, default=0), vocab, **new)
 
     def count(self, keys: Iterable[GraphKey]) -> int:
@@ -243,14 +250,19 @@ class StepGraphs:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         logits_TV = self._logits_TV[: key.rows] if key.mode == GraphMode.DECODE else None
-        return ForwardGraph(graph, self._hidden_TD[: key.rows], logits_TV, offs_Le)
+        after = {layer: hidden_TD[: key.rows] for layer, hidden_TD in self._after.items()}
+        return ForwardGraph(graph, self._hidden_TD[: key.rows], logits_TV, offs_Le, after)
 
     def _forward(self, batch: ForwardBatch, key: GraphKey) -> torch.Tensor | None:
         """Run the forward into the buffers of hidden states and logits; return the expert load of all layers."""
         self._expert_load.watch()
         model = self._ubatches if key.ubatch else self._model
         assert model is not None, "there are no ubatches"
-        hidden_TD = model.forward(batch.resolved(self._builder.last_tokens))
+        after = dict(self._after)
+        resolved = batch.resolved(self._builder.last_tokens)
+        hidden_TD = model.forward(resolved, hidden_after=after)
+        for layer, kept_TD in self._after.items():
+            kept_TD[: key.rows].copy_(after[layer])
         self._hidden_TD[: key.rows].copy_(hidden_TD)
         if key.mode == GraphMode.DECODE:
             self._model.compute_logits(hidden_TD, out=self._logits_TV[: key.rows])

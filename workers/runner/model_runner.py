@@ -16,6 +16,7 @@ from workers.kv_cache.state_snapshots import independent
 from workers.models.decoder import DecoderLM
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
+from workers.runner.draft_passes import NO_TOKEN, DraftPasses
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.sampling.grammar_bitmask import GrammarBitmasks, PendingBitmask
 from workers.sampling.logprobs import PromptLogprobs
@@ -27,9 +28,12 @@ from workers.step.step_output import RunTimes, StepOutput
 from workers.step.step_sync import StepPlan
 from workers.ubatch.wrapper import UBatchWrapper
 
-# hidden_TD; float32 logits_LV, if any row gives logits; offs_Le in steps that read the expert load.
-Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+# hidden_TD; float32 logits_LV, if any row gives logits; offs_Le in steps that read the expert load; hidden_TD after
+# the layers that a draft model reads.
+HiddenAfter = dict[int, torch.Tensor]
+Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, HiddenAfter]
 _NO_TOKENS = SampledTokens(torch.empty(0, dtype=torch.int64), [])
+_NO_HIDDEN = torch.empty(0)
 
 
 class ModelRunner:
@@ -38,6 +42,7 @@ class ModelRunner:
     asynchronous   the next step may be launched before this step's tokens are read; they are kept on the device too
     ubatches       the same model in ubatches, for plans with `ubatch`
     graphs         captured forwards, for plans with a `graph_mode`
+    drafts         passes of a draft model behind each step; None: there is none
     """
 
     def __init__(
@@ -54,8 +59,10 @@ class ModelRunner:
         device: torch.device,
         asynchronous: bool = False,
         ubatches: UBatchWrapper | None = None,
+        drafts: DraftPasses | None = None,
     ):
         self.model = model
+        self.drafts = drafts
         self.ubatches = ubatches
         self.asynchronous = asynchronous
         self._backends = backends
@@ -105,26 +112,66 @@ class ModelRunner:
             self._backends.all2all.reset()
             raise
         clock.mark()
+        sampled, failure = self._try_sample(scheduled, batch, forwarded, mask)
+        drafts_SK = None
+        if self.drafts is not None:
+            drafts_SK = self._draft(self.drafts, scheduled, batch, plan, forwarded, sampled)
         try:
-            return self._finish(scheduled, batch, forwarded, mask, clock, prepare)
+            if failure is not None:
+                raise failure
+            return self._finish(scheduled, batch, forwarded, sampled, drafts_SK, clock, prepare)
         except Exception as error:
             # The collectives are over: the error is raised when the step is committed, and then voted.
             return _failed(error)
+
+    def _try_sample(
+        self,
+        scheduled: ScheduledBatch,
+        batch: ForwardBatch,
+        forwarded: Forwarded,
+        mask: PendingBitmask | None,
+    ) -> tuple[SampledTokens, Exception | None]:
+        """Return the tokens of a forward, or no tokens and the error: a draft model's collectives still follow."""
+        logits_LV = forwarded[1]
+        if logits_LV is None:
+            return _NO_TOKENS, None
+        try:
+            return self._sample(logits_LV, batch, mask, scheduled.draft_token_ids), None
+        except Exception as error:
+            return _NO_TOKENS, error
+
+    def _draft(
+        self,
+        drafts: DraftPasses,
+        scheduled: ScheduledBatch,
+        batch: ForwardBatch,
+        plan: StepPlan,
+        forwarded: Forwarded,
+        sampled: SampledTokens,
+    ) -> torch.Tensor:
+        """Run the passes of the draft model behind a forward. Collective."""
+        hidden_TD, _, _, hidden_after = forwarded
+        token_L = sampled.token_B.to(self._device)
+        failed = len(token_L) < len(batch.logits_indices)
+        states_TD = drafts.model.read_target(hidden_TD, hidden_after)
+        try:
+            return drafts.run(scheduled, batch, plan, states_TD, None if failed else token_L)
+        except BaseException:
+            self._backends.all2all.reset()
+            raise
 
     def _finish(
         self,
         scheduled: ScheduledBatch,
         batch: ForwardBatch,
         forwarded: Forwarded,
-        mask: PendingBitmask | None,
+        sampled: SampledTokens,
+        drafts_SK: torch.Tensor | None,
         clock: StepClock,
         prepare: float,
     ) -> Pending[StepOutput]:
-        """Sample the tokens of a forward and start to copy its outputs to the host."""
-        hidden_TD, logits_LV, offs_Le = forwarded
-        sampled = _NO_TOKENS
-        if logits_LV is not None:
-            sampled = self._sample(logits_LV, batch, mask, scheduled.draft_token_ids)
+        """Start to copy the outputs of a step to the host."""
+        hidden_TD, _, offs_Le, _ = forwarded
         # A step that completes a prompt also samples its first token.
         prompts = self._prompt_logprobs.collect(
             scheduled.parts, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
@@ -135,6 +182,7 @@ class ModelRunner:
         sampled = sampled.to(copy)
         prompts = {name: parts.to(copy) for name, parts in (prompts or {}).items()}
         offs_Le = None if offs_Le is None else copy(offs_Le)
+        drafts_SK = None if drafts_SK is None else copy(drafts_SK)
         copy.finish()
 
         def read() -> StepOutput:
@@ -144,6 +192,7 @@ class ModelRunner:
                 *sampled.lists(),
                 prompt_logprobs={name: parts.lists() for name, parts in prompts.items()} or None,
                 times=RunTimes(prepare, *clock.seconds()),
+                drafts=None if drafts_SK is None else _drafts_of(scheduled, drafts_SK),
                 expert_load=None if offs_Le is None else LoadSample.of(offs_Le),
             )
 
@@ -170,9 +219,15 @@ class ModelRunner:
             max_seqs=self._max_num_seqs,
             max_blocks=self._max_blocks,
             ubatches=self.ubatches,
+            aux_layers=self.aux_layers,
             on_demand=on_demand,
         )
         return self.graphs
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The layers with hidden states that the draft model reads."""
+        return () if self.drafts is None else self.drafts.model.aux_layers
 
     @property
     def capturing(self) -> bool:
@@ -227,9 +282,10 @@ class ModelRunner:
         return partial(self._forward, self.ubatches, batch)
 
     def _forward(self, model: DecoderLM | UBatchWrapper, batch: ForwardBatch) -> Forwarded:
-        hidden_TD = model.forward(batch)
+        after = dict.fromkeys(self.aux_layers, _NO_HIDDEN)
+        hidden_TD = model.forward(batch, hidden_after=after) if after else model.forward(batch)
         offs_Le = self._expert_load.take() if self._expert_load.watching else None
-        return hidden_TD, self._logits(hidden_TD, batch), offs_Le
+        return hidden_TD, self._logits(hidden_TD, batch), offs_Le, after
 
     def _replay(self, graph: ForwardGraph, batch: ForwardBatch) -> Forwarded:
         watching, self._expert_load.watching = self._expert_load.watching, False
@@ -239,7 +295,7 @@ class ModelRunner:
             logits_LV = self._logits(graph.hidden_TD, batch)
         # A copy, because the next replay may overwrite it before the host has read it.
         offs_Le = graph.offs_Le.clone() if watching and graph.offs_Le is not None else None
-        return graph.hidden_TD, logits_LV, offs_Le
+        return graph.hidden_TD, logits_LV, offs_Le, graph.hidden_after
 
     def _logits(self, hidden_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
         """Return the float32 logits of batch.logits_indices; None without any."""
@@ -273,6 +329,13 @@ class ModelRunner:
         return self._masks.start(
             (part.seq.grammar, part.draft_token_ids) for part in scheduled.parts if part.num_logits
         )
+
+
+def _drafts_of(scheduled: ScheduledBatch, drafts_SK: torch.Tensor) -> dict[int, tuple[int, ...]]:
+    """Return the drafts of each sequence with new tokens, by its index in the batch."""
+    seqs = np.flatnonzero(scheduled.num_logits).tolist()
+    rows = zip(seqs, drafts_SK.tolist(), strict=True)
+    return {seq: tuple(token for token in tokens if token != NO_TOKEN) for seq, tokens in rows}
 
 
 def _failed(error: Exception) -> Pending[StepOutput]:

@@ -171,7 +171,7 @@ class Scheduler:
         """Enter the output of a launched step. Sequences that have finished or were aborted get no output."""
         outputs: list[RequestOutput | None] = []
         token_ids, end = step.token_ids, 0
-        for part, count in zip(batch.parts, step.counts, strict=True):
+        for index, (part, count) in enumerate(zip(batch.parts, step.counts, strict=True)):
             seq, start, end = part.seq, end, end + count
             seq.num_pending -= part.num_logits
             if seq.finished:
@@ -183,7 +183,8 @@ class Scheduler:
                 self.cache.commit(seq)
                 outputs.append(self._append(part, token_ids[start:end]) if count else None)
                 if self.speculator is not None and count and not seq.finished:
-                    self.speculator.committed(seq)
+                    drafts = None if step.drafts is None else step.drafts.get(index)
+                    self.speculator.committed(seq, drafts)
         return step.attach(outputs)
 
     def check_integrity(self) -> None:

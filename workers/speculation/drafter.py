@@ -29,6 +29,10 @@ class Drafter(ABC):
         A guess behind a wrong guess counts only if the drafter made it after it knew the token.
         """
 
+    def drafted(self, seq: Sequence, token_ids: tuple[int, ...]) -> None:
+        """Take the drafts of a draft model that follow the present tokens of `seq`; other drafters have none."""
+        raise NotImplementedError(f"{self.name} drafts by itself")
+
     @abstractmethod
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
         """Return at most `most` tokens that may follow seq.token_ids, the likeliest first token alone at each place."""

@@ -4,13 +4,14 @@ Sequences and their drafts are chosen by this rank alone, because a drafter with
 of the rank's tokens, which each rank votes anyway.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from workers.config import SpeculationConfig
 from workers.speculation.depth import Acceptance, choose_depths
 from workers.speculation.drafter import Drafter
+from workers.speculation.model_drafter import ModelDrafter
 from workers.speculation.ngram import NGramDrafter
 from workers.speculation.step_times import StepTimes
 from workers.step.sequence import Sequence
@@ -33,12 +34,17 @@ class Speculator:
         self._waiting, self._overlapping = StepTimes(), StepTimes()
         self._least = 0.0  # acceptance from which drafts pay
 
-    def committed(self, seq: Sequence) -> None:
-        """Read the new tokens of `seq`, and decide whether its next step waits for them."""
+    def committed(self, seq: Sequence, drafts: tuple[int, ...] | None = None) -> None:
+        """Read the new tokens of `seq`, and decide whether its next step waits for them.
+
+        drafts   of a draft model, that follow the new tokens
+        """
         acceptance = self._acceptance.get(seq)
         if acceptance is None:
             acceptance = self._acceptance[seq] = Acceptance()
         acceptance.count(*self._drafter.committed(seq))
+        if drafts:
+            self._drafter.drafted(seq, drafts)
         pays = not self._adaptive or acceptance.share >= self._least
         seq.speculates = pays and self._drafter.has_drafts(seq)
 
@@ -72,6 +78,10 @@ class Speculator:
             if depth:
                 yield seq, drafts[:depth]
 
+    def draft_steps(self, seqs: Iterable[Sequence]) -> int:
+        """Return how many tokens a draft model is to draft of each of these sequences behind the next step."""
+        return self._most if any(seq.speculates for seq in seqs) else 1
+
     def observe(self, rows: int, seconds: float, *, overlapping: bool) -> None:
         """Count a step without prompts: rows of the busiest rank; overlapping: the next step was launched before."""
         (self._overlapping if overlapping else self._waiting).observe(rows, seconds)
@@ -101,4 +111,6 @@ def make_speculator(config: SpeculationConfig) -> Speculator | None:
     """Return the speculation of a rank in an epoch, where the model takes drafts back; None: off."""
     if config.method == "off":
         return None
+    if config.uses_model:
+        return Speculator(ModelDrafter(), config)
     return Speculator(NGramDrafter(), config)

@@ -32,6 +32,7 @@ class StepOutput:
     logprobs         one for each of token_ids, None for a request without logprobs; None if no request wants them
     prompt_logprobs  by request id, for prompts that this step completed; None if there are none
     hidden_states    float32 [D] for each of the B sequences, None for a request without; None if no request wants any
+    drafts           by index of a sequence with new tokens, tokens that may follow them; None: no draft model
     expert_load      None in steps that do not read it
     """
 
@@ -41,6 +42,7 @@ class StepOutput:
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] | None = None
     hidden_states: list[np.ndarray | None] | None = None
     times: RunTimes = RunTimes()
+    drafts: dict[int, tuple[int, ...]] | None = None
     expert_load: LoadSample | None = None
 
     @classmethod
@@ -52,6 +54,7 @@ class StepOutput:
         *,
         prompt_logprobs: dict[str, list[TokenLogprobs | None]] | None = None,
         times: RunTimes = RunTimes(),
+        drafts: dict[int, tuple[int, ...]] | None = None,
         expert_load: LoadSample | None = None,
     ) -> "StepOutput":
         """Return the output of `batch`: of the tokens drawn, and their logprobs, one for each row with logits.
@@ -69,6 +72,7 @@ class StepOutput:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             times=times,
+            drafts=drafts,
             expert_load=expert_load,
         )
 
@@ -98,12 +102,19 @@ class StepOutput:
         )
 
 
-def _verify(batch: ScheduledBatch, drawn_L: np.ndarray) -> tuple[list[int], list[bool]]:
-    """Return how many draws of each sequence count, and whether each draw counts."""
+def count_verified(batch: ScheduledBatch, drawn_L: np.ndarray) -> np.ndarray:
+    """Return how many draws of each sequence count, int64 [B]; the batch has drafts."""
     starts = batch.num_logits.cumsum() - batch.num_logits
     ends = np.flatnonzero(drawn_L != batch.draft_token_ids)  # at least the last draw of each
     firsts = starts[batch.logits_seqs]
-    counts_L = ends[ends.searchsorted(firsts)] - firsts + 1
     counts = np.zeros(len(starts), dtype=np.int64)
-    counts[batch.logits_seqs] = counts_L
-    return counts.tolist(), (np.arange(len(drawn_L)) - firsts < counts_L).tolist()
+    counts[batch.logits_seqs] = ends[ends.searchsorted(firsts)] - firsts + 1
+    return counts
+
+
+def _verify(batch: ScheduledBatch, drawn_L: np.ndarray) -> tuple[list[int], list[bool]]:
+    """Return how many draws of each sequence count, and whether each draw counts."""
+    counts = count_verified(batch, drawn_L)
+    firsts = (batch.num_logits.cumsum() - batch.num_logits)[batch.logits_seqs]
+    kept_L = np.arange(len(drawn_L)) - firsts < counts[batch.logits_seqs]
+    return counts.tolist(), kept_L.tolist()

@@ -83,6 +83,8 @@ class Vote:
     prefill_tokens  tokens of prompts among num_tokens
     prefill_cap   most prompt tokens that a rank may run in the next step, because this rank decodes in it; 0 if it does
                   not
+    draft_steps   tokens that a draft model is to draft of each sequence behind the step; 0 without one
+    draft_rows    sequences that it is to draft tokens of
     has_work      requests wait or run on the rank, scheduled or not
     health        HEALTHY, or another number: then the group stops with the rank's number and reason
     """
@@ -95,6 +97,8 @@ class Vote:
     wants_ubatch: int = 0
     prefill_tokens: int = 0
     prefill_cap: int = 0
+    draft_steps: int = 0
+    draft_rows: int = 0
     has_work: int = 0
     wants_stop: int = 0
     health: int = HEALTHY
@@ -126,6 +130,8 @@ class StepPlan:
     padded_tokens         rows that every rank runs, or 0 if the step runs ragged
     prefill_tokens        most prompt tokens of a rank
     prefill_cap           most prompt tokens of a rank in the next step, because a rank decodes in it; 0 = no rank does
+    draft_steps           tokens that draft models draft of each sequence, on all ranks
+    draft_rows            rows of every rank in the passes that draft the second token and later ones
     """
 
     run: bool
@@ -136,6 +142,8 @@ class StepPlan:
     stop: bool = False
     prefill_tokens: int = 0
     prefill_cap: int = 0
+    draft_steps: int = 0
+    draft_rows: int = 0
 
     def tokens_to_run(self, rank: int) -> int:
         """Return the rows of `rank`'s forward with padding; at least one, because idle ranks run along."""
@@ -199,6 +207,8 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         ubatch,
         prefill_tokens=max(columns["prefill_tokens"]),
         prefill_cap=min(filter(None, columns["prefill_cap"]), default=0),
+        draft_steps=max(columns["draft_steps"]),
+        draft_rows=max(columns["draft_rows"]),
     )
 
 

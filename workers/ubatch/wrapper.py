@@ -39,8 +39,10 @@ class UbatchModel(Protocol):
     def with_backends(self, backends: Backends) -> "UbatchModel":
         """Return a view of the same weights that calls these backends."""
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return hidden_TD of the batch's rows."""
+    def forward(
+        self, batch: ForwardBatch, *, hidden_after: dict[int, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Return hidden_TD of the batch's rows; hidden_after as of DecoderLM.forward."""
 
 
 class UBatchWrapper:
@@ -119,8 +121,12 @@ class UBatchWrapper:
         rows = ubatch_rows(num_rows, self.num_ubatches)
         return zip(self._graph_planners(), rows, strict=True)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, hidden_after: dict[int, torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Return the model's hidden states, [T, D]. Attention must have been planned for as many rows.
+
+        hidden_after   as of DecoderLM.forward
 
         An error of a ubatch is raised here at once; the forwards of the other ubatches are unwound.
         """
@@ -128,8 +134,10 @@ class UBatchWrapper:
         parts = self._parts
         if batch is not self._planned:  # attention was planned with another batch, for a graph
             parts = cut(batch, batch.num_rows, self.num_ubatches)
+        after = [dict(hidden_after or {}) for _ in parts]
         forwards = [
-            partial(model.forward, part) for model, part in zip(self._models, parts, strict=True)
+            partial(model.forward, part, hidden_after=own) if own else partial(model.forward, part)
+            for model, part, own in zip(self._models, parts, after, strict=True)
         ]
         device = batch.input_ids.device
         streams = self._streams(device)
@@ -141,6 +149,10 @@ class UBatchWrapper:
             for own in self.backends:
                 own.all2all.reset()
             raise
+        if hidden_after:
+            hidden_after |= {
+                layer: torch.cat([own[layer] for own in after]) for layer in hidden_after
+            }
         return torch.cat(hidden)
 
     def _streams(self, device: torch.device) -> list[torch.cuda.Stream]:

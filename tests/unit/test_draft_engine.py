@@ -1,0 +1,121 @@
+"""Engines with draft models: tokens equal those without, on one rank stepped by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints.eagle3 import make_eagle3
+from tests.distributed.engine_harness import make_request, rank_config
+from tests.family_cases import family_checkpoint
+from tests.unit.draft_case import OneRankDraft
+from workers.models.registry import load_model_config
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
+from workers.rank.rank_info import Rendezvous
+from workers.speculation.model_drafter import ModelDrafter
+from workers.step.sequence import Sequence
+from workers.wire.request import RequestOutput
+
+PROMPTS = {"a": [5, 6, 7], "b": list(range(100, 140)), "c": [200] * 17}
+PARAMS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("draft-engine")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(folder: Path) -> dict[str, dict[str, Any]]:
+    """Sections of the configuration by method."""
+    heads = family_checkpoint(
+        folder / "mtp", "glm4_moe", "tied", mtp=True, num_nextn_predict_layers=1
+    )
+    target = family_checkpoint(folder / "target", "qwen3_moe", "untied")
+    draft = make_eagle3(folder / "draft", load_model_config(target))
+    return {
+        "mtp": {"model": {"path": str(heads)}, "speculation": {"method": "mtp"}},
+        "eagle3": {
+            "model": {"path": str(target)},
+            "speculation": {"method": "eagle3", "draft_model": str(draft)},
+        },
+    }
+
+
+def run(
+    sections: dict[str, dict[str, Any]], params: dict[str, Any], **changes: Any
+) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """Return the tokens of each request and counts of what happened."""
+    found: dict[str, list[int]] = {}
+    counts = {"steps": 0, "drafted": 0, "accepted": 0}
+
+    def publish(_ingress: str, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.drafts is not None:
+                counts["accepted"] += output.drafts[0]
+                counts["drafted"] += sum(output.drafts)
+
+    path = Path(sections["model"]["path"])
+    config = rank_config(path, 1, **{**sections, **changes})
+    process = RankProcess(0, config)
+    try:
+        epoch = Epoch(process, Rendezvous("127.0.0.1", 0, "alone"), 10)
+        epoch.load()
+        epoch.start_engine(publish, lambda step: None)
+        for name, prompt in PROMPTS.items():
+            epoch.engine.submit(make_request(name, prompt, **{"max_tokens": 24, **params}))
+        while epoch.engine.step().run:
+            counts["steps"] += 1
+            epoch.scheduler.check_integrity()
+        assert epoch.scheduler.cache.pool.usage == 0
+    finally:
+        process.close()
+    return found, counts
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+@pytest.mark.parametrize("params", PARAMS)
+def test_tokens_equal_those_without_drafts(
+    checkpoints: dict[str, dict[str, Any]], method: str, params: dict[str, Any]
+) -> None:
+    """With chunks of prompts beside decodes, and drafts that end with the memory of their sequence."""
+    sections = checkpoints[method]
+    small = {"scheduler": {"max_num_batched_tokens": 32}}
+    plain = {"model": sections["model"]}
+    expected, _ = run(plain, params, **small)
+    speculation = sections["speculation"] | {"num_draft_tokens": 3, "adaptive": False}
+    found, counts = run(sections, params, speculation=speculation, **small)
+    assert found == expected
+    assert counts["drafted"] > 20, counts
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_drafts_are_those_of_the_draft_model_alone(
+    checkpoints: dict[str, dict[str, Any]], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind prompts in chunks, decodes, and steps with accepted and rejected drafts."""
+    seen: list[tuple[list[int], tuple[int, ...]]] = []
+    drafted = ModelDrafter.drafted
+
+    def record(drafter: ModelDrafter, seq: Sequence, token_ids: tuple[int, ...]) -> None:
+        seen.append((list(seq.token_ids), token_ids))
+        # one right draft now and then, which no random model has
+        right = expected[seq.request.request_id][seq.num_output_tokens :][:1]
+        drafted(drafter, seq, (*right, *token_ids[1:]) if len(seen) % 2 else token_ids)
+
+    sections = checkpoints[method]
+    params, small = {"max_tokens": 12}, {"scheduler": {"max_num_batched_tokens": 32}}
+    expected, _ = run({"model": sections["model"]}, params, **small)
+    monkeypatch.setattr(ModelDrafter, "drafted", record)
+    speculation = sections["speculation"] | {"num_draft_tokens": 3, "adaptive": False}
+    found, counts = run(sections, params, speculation=speculation, **small)
+    assert found == expected and counts["accepted"] > 3
+    assert {1, 3} <= {len(drafts) for _, drafts in seen}
+    draft_model = speculation.get("draft_model")
+    path = Path(sections["model"]["path"])
+    alone = OneRankDraft(path, None if draft_model is None else Path(draft_model))
+    for tokens, drafts in seen:
+        chain = alone.drafts(tokens[:-1], tokens[-1], len(drafts))
+        assert chain == list(drafts), (len(tokens), chain, drafts)

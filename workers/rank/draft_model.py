@@ -1,0 +1,155 @@
+"""The draft model of a rank process: its config, its choice of attention, its weights. Knows nothing of steps."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.attention.base import Attention
+from kernels.backends import select
+from kernels.interface.backend import BackendShape
+from kernels.interface.config import KernelsConfig
+from kernels.interface.kv_layout import KVGroup
+from kernels.interface.registry import backend_class
+from workers.config import RankConfig
+from workers.models.config_reader import ModelConfigError
+from workers.models.decoder import DecoderLM
+from workers.models.eagle3.config import load_eagle3_config
+from workers.models.eagle3.head import Eagle3Head
+from workers.models.eagle3.spec import Eagle3Config
+from workers.models.mtp.head import MtpHead
+from workers.rank.backend_choice import backend_shape
+from workers.runner.draft_passes import DraftPasses
+from workers.scheduler.scheduler import Scheduler
+from workers.specs.model import ModelConfig
+from workers.weights.checkpoint_files import CheckpointError
+from workers.weights.files import read_headers
+
+DraftHead = MtpHead | Eagle3Head
+
+
+@dataclass(frozen=True)
+class DraftChoice:
+    """The draft model that a configuration wants, for a model.
+
+    config      its layers; experts are those of the model
+    eagle       None: the head of the model's checkpoint
+    folder      of its weights
+    attention   name of its backend of attention
+    shape       of the model, with the draft model's attention
+    """
+
+    config: ModelConfig
+    eagle: Eagle3Config | None
+    folder: Path
+    attention: str
+    shape: BackendShape
+
+    @classmethod
+    def of(cls, config: RankConfig, model: ModelConfig, unavailable: Any) -> "DraftChoice | None":
+        """Return the choice of `speculation`; None: no draft model. Raises ModelConfigError with the key to change."""
+        speculation = config.speculation
+        if not speculation.uses_model:
+            return None
+        eagle, folder = None, config.model.folder
+        draft = model.mtp
+        if speculation.method == "eagle3":
+            if speculation.draft_model is None:
+                raise ModelConfigError(
+                    "speculation.draft_model: eagle3 needs the folder of a draft model"
+                )
+            folder = Path(speculation.draft_model)
+            eagle = load_eagle3_config(folder, model, _tensors(config, folder))
+            draft = eagle.model
+        if draft is None:
+            raise ModelConfigError(
+                f"speculation.method: mtp, but checkpoints of {model.model_type!r} such as this one have no head for "
+                "multi-token prediction that can be run; expected ngram, or eagle3 with speculation.draft_model"
+            )
+        shape = replace(backend_shape(config, draft), linear_specs=())
+        attention = _choose_attention(config.kernels, unavailable, shape)
+        return cls(draft, eagle, folder, attention, shape)
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The caches of its layers."""
+        groups: tuple[KVGroup, ...] = self.attention_class.kv_groups(self.shape.attention_specs)
+        return groups
+
+    @property
+    def attention_class(self) -> Any:
+        return backend_class("attention", self.attention)
+
+    def build(self, target: DecoderLM, backends: select.Backends, **place: Any) -> DraftHead:
+        """Return the draft model beside `target`, without weights; `place` as for the target."""
+        if self.eagle is not None:
+            return Eagle3Head(target, self.eagle, backends, **place)
+        return MtpHead(target, self.config, backends, **place)
+
+    def load(
+        self, head: DraftHead, read: Callable[..., None], experts: list[int] | None = None
+    ) -> None:
+        """Read weights by read(model, folder, config, experts=...). Raises CheckpointError with the key to change."""
+        try:
+            read(head, self.folder, self.config, experts=experts)
+        except CheckpointError as error:
+            key = "method" if self.eagle is None else "draft_model"
+            raise CheckpointError(f"speculation.{key}: {error}") from error
+        if isinstance(head, Eagle3Head):
+            head.share_embedding()
+
+
+def _tensors(config: RankConfig, folder: Path) -> set[str] | None:
+    """Return the names of a draft model's tensors; None where its weights are random."""
+    if config.model.weights == "dummy":
+        return None
+    try:
+        return set(read_headers(folder))
+    except CheckpointError as error:
+        raise CheckpointError(f"speculation.draft_model: {error}") from error
+
+
+def _choose_attention(config: KernelsConfig, unavailable: Any, shape: BackendShape) -> str:
+    """Return the backend that the configuration names where it can run, else the best: the layers may differ."""
+    try:
+        return select.select(config, unavailable, shape).attention.name
+    except select.BackendChoiceError as error:
+        if error.key != "kernels.attention" or config.attention == "auto":
+            raise
+    auto = config.model_copy(update={"attention": "auto"})
+    return select.select(auto, unavailable, shape).attention.name
+
+
+def with_attention(
+    backends: select.Backends, choice: DraftChoice, block_size: int
+) -> select.Backends:
+    """Return the backends of an epoch with an attention for the draft model's layers, still without caches."""
+    attention = choice.attention_class(choice.shape.attention_specs, block_size)
+    quiet = select.Backends(
+        backends.all2all, backends.grouped_gemm, attention
+    )  # with no sample of the load
+    return replace(quiet, stream=backends.stream)
+
+
+@dataclass(frozen=True)
+class EpochDraft:
+    """The draft model of one epoch: the weights of the process, with backends of the epoch."""
+
+    model: DraftHead
+    attention: Attention
+
+    @classmethod
+    def of(
+        cls, model: DraftHead, choice: DraftChoice, backends: select.Backends, block_size: int
+    ) -> "EpochDraft":
+        """Return the draft model without caches; `backends` are those of whole steps."""
+        own = with_attention(backends, choice, block_size)
+        return cls(model.with_backends(own), own.attention)
+
+    def passes(self, scheduler: Scheduler, device: torch.device) -> DraftPasses | None:
+        """Return the passes behind the steps of `scheduler`; None until there are caches."""
+        if not self.attention.kv_caches:
+            return None
+        return DraftPasses(self.model, self.attention, scheduler.table, scheduler.cache, device)

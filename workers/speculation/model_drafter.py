@@ -1,0 +1,53 @@
+"""Drafts by a draft model, which runs behind each step: a head for multi-token prediction, or EAGLE-3.
+
+The runner computes the drafts on the device; here they wait for the next step of their sequence.
+"""
+
+from typing import NamedTuple
+
+from workers.speculation.drafter import Drafter, Guesses
+from workers.step.sequence import Sequence
+
+
+class Waiting(NamedTuple):
+    """Drafts that follow the first `num_tokens` tokens of a sequence."""
+
+    num_tokens: int
+    token_ids: tuple[int, ...]
+
+
+class ModelDrafter(Drafter):
+    """The last drafts of each sequence."""
+
+    name = "model"
+
+    def __init__(self) -> None:
+        self._waiting: dict[Sequence, Waiting] = {}
+
+    def drafted(self, seq: Sequence, token_ids: tuple[int, ...]) -> None:
+        self._waiting[seq] = Waiting(len(seq.token_ids), token_ids)
+
+    def committed(self, seq: Sequence) -> Guesses:
+        before = self._waiting.pop(seq, None)
+        known = len(seq.token_ids)
+        if before is None or before.num_tokens >= known:
+            return Guesses(0, 0)
+        tokens, right = seq.token_ids[before.num_tokens :], 0
+        for token, draft in zip(tokens, before.token_ids, strict=False):
+            if token != draft:
+                return Guesses(right, 1)
+            right += 1
+        return Guesses(right, 0)
+
+    def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
+        waiting = self._waiting.get(seq)
+        if waiting is None or waiting.num_tokens != len(seq.token_ids):
+            return ()
+        return waiting.token_ids[:most]
+
+    def has_drafts(self, seq: Sequence) -> bool:
+        waiting = self._waiting.get(seq)
+        return waiting is not None and len(waiting.token_ids) > 0
+
+    def forget(self, seq: Sequence) -> None:
+        self._waiting.pop(seq, None)
