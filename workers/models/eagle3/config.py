@@ -99,7 +99,7 @@ def _read(
     aux_layers = _read_aux_layers(read, target)
     own_embedding = tensors is None or "embed_tokens.weight" in tensors
     own_head = tensors is None or "lm_head.weight" in tensors
-    eagle = {
+    eagle: dict[str, Any] = {
         "target_dim": target_dim,
         "draft_vocab_size": draft_vocab_size,
         "own_embedding": own_embedding,

@@ -46,8 +46,8 @@ class Eagle3Names:
             shape = (self.draft_vocab_size, dim)
             yield WeightEntry("lm_head.weight", shape, "lm_head.weight", WeightKind.HEAD)
         if self.draft_vocab_size < vocab_size:
-            shape = (self.draft_vocab_size,)
-            yield WeightEntry("d2t", shape, "token_offset_d", WeightKind.TOKEN_OFFSET)
+            kind = WeightKind.TOKEN_OFFSET
+            yield WeightEntry("d2t", (self.draft_vocab_size,), "token_offset_d", kind)
 
 
 def eagle3_attention_weights(
