@@ -45,7 +45,7 @@ class ForwardGraph:
     """One captured forward. The next replay of any graph overwrites its results.
 
     hidden_TD   all rows
-    logits_TV   float32, all rows; None for graphs that take prompts
+    logits_TV   float32, all rows; None for graphs of MIXED steps
     offs_Le     expert load of all layers; None where the model has none
     """
 
@@ -105,7 +105,7 @@ class StepGraphs:
         width, vocab = model.config.hidden_size, model.config.vocab_size
         new: dict[str, Any] = {"device": model.device}
         self._hidden_TD = torch.zeros(sizes.largest, width, dtype=model.dtype, **new)
-        self._logits_TV = torch.zeros(max(sizes.decode, default=0), vocab, **new)
+        self._logits_TV = torch.zeros(sizes.most_logits, vocab, **new)
 
     def count(self, keys: Iterable[GraphKey]) -> int:
         """Return the number of graphs of these keys, in all their forms."""
@@ -205,9 +205,11 @@ class StepGraphs:
 
     def plan(self, batch: ForwardBatch, key: GraphKey) -> ForwardGraph:
         """Plan attention for a replay; the batch was built with `key.rows` rows. Returns the graph to replay."""
-        planner, prompts = self._planner(key), key.mode == GraphMode.MIXED
+        planner, prompts = self._planner(key), key.mode.takes_several_rows
         assert prompts or batch.forward_mode.is_decode_or_idle(), f"{key} takes one row a sequence"
-        form = planner.form(batch, key.rows, prompts=prompts)
+        form = self._forms(key)[-1]  # serves any batch
+        if key.mode != GraphMode.VERIFY:
+            form = planner.form(batch, key.rows, prompts=prompts)
         graph = self._graphs.get((key, form))
         assert graph is not None, f"a step replays {key}, which was not captured"
         planner.plan_graph(batch, key.rows, form)
@@ -220,8 +222,10 @@ class StepGraphs:
         return self._ubatches
 
     def _forms(self, key: GraphKey) -> tuple[GraphForm, ...]:
-        prompts = key.mode == GraphMode.MIXED
-        return self._planner(key).forms(key.rows, prompts=prompts)
+        prompts = key.mode.takes_several_rows
+        forms = self._planner(key).forms(key.rows, prompts=prompts)
+        # Drafts follow computed tokens, so forms for new prompts never serve them.
+        return forms[-1:] if key.mode == GraphMode.VERIFY else forms
 
     def _capture(self, key: GraphKey, form: GraphForm, *, run: bool) -> ForwardGraph:
         """Capture one graph. With `run` the forward first runs eagerly, so that kernels compile and allocate there."""
@@ -242,7 +246,7 @@ class StepGraphs:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        logits_TV = self._logits_TV[: key.rows] if key.mode == GraphMode.DECODE else None
+        logits_TV = self._logits_TV[: key.rows] if key.mode.gives_logits else None
         return ForwardGraph(graph, self._hidden_TD[: key.rows], logits_TV, offs_Le)
 
     def _forward(self, batch: ForwardBatch, key: GraphKey) -> torch.Tensor | None:
@@ -252,6 +256,6 @@ class StepGraphs:
         assert model is not None, "there are no ubatches"
         hidden_TD = model.forward(batch.resolved(self._builder.last_tokens))
         self._hidden_TD[: key.rows].copy_(hidden_TD)
-        if key.mode == GraphMode.DECODE:
+        if key.mode.gives_logits:
             self._model.compute_logits(hidden_TD, out=self._logits_TV[: key.rows])
         return self._expert_load.take()
