@@ -263,6 +263,11 @@ class SpeculationConfig(Section):
         """Whether a draft model runs behind each step."""
         return self.method in ("mtp", "eagle3")
 
+    @property
+    def rows_per_seq(self) -> int:
+        """Most rows of a sequence in a step that generates: its last token, and its drafts."""
+        return 1 if self.method == "off" else 1 + self.num_draft_tokens
+
 
 _OF_EPOCH = ("num_ranks", "num_nodes", "threads", "vote_timeout_s", "log_level", "log_format")
 _OF_EPOCH_IN_SECTIONS = (("kernels", "all2all"), ("model", "routing"))
@@ -291,6 +296,12 @@ class RankConfig(Section):
     )
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
+
+    @property
+    def max_logits_rows(self) -> int:
+        """Rows with logits of the largest step: of each sequence one, and one for each draft."""
+        rows = self.scheduler.max_num_seqs * self.speculation.rows_per_seq
+        return min(rows, self.scheduler.max_num_batched_tokens)
 
     @property
     def dims(self) -> ParallelDims:

@@ -70,6 +70,8 @@ class GenerationRun:
                     raise _failure(self._generation, output)
                 if not record.first_token_s:
                     choice.num_cached_tokens = output.num_cached_tokens
+                if output.drafts is not None:
+                    choice.count_drafts(*output.drafts)
                 if report is None:
                     piece = text.push(output)
                 else:

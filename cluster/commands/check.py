@@ -24,6 +24,7 @@ from cluster.commands.check_steps import (
     never_reached,
     overlap_lines,
     slow_for_want_of_graphs,
+    speculation_line,
 )
 from cluster.config.api_keys import VARIABLE, load_digests
 from cluster.config.phalanx_config import PhalanxConfig
@@ -48,7 +49,7 @@ class CheckReport:
     """Everything the command prints.
 
     checkpoint     of the Hub: the model, its commit, and the branches and tags that lead there; None for a folder
-    steps          what of `cuda_graphs` and ubatches comes to pass, and why
+    steps          what of `cuda_graphs`, ubatches and speculation comes to pass, and why
     alternatives   family to the backends that were not chosen, with why they cannot run, "" for those that could
     assumed        what could not be looked at on this machine
     """
@@ -85,7 +86,12 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
     unavailable, assumed = probe_or_assume(rank_config.device)
     shape = backend_shape(rank_config, model)
     selection = select.select(config.kernels, unavailable, shape)
-    graphs, graph_reason = graph_line(rank_config.scheduler, selection, rank_config.device)
+    graphs, graph_reason = graph_line(
+        rank_config.scheduler,
+        selection,
+        rank_config.device,
+        rank_config.speculation.rows_per_seq,
+    )
     num_ubatches, overlap = overlap_lines(config.overlap, selection)
     check_comm_sms(config.overlap, selection, num_ubatches)
     ranks = rank_rows(
@@ -102,7 +108,11 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
             family: {"name": name, "reason": reasons[family]}
             for family, name in selection.names().items()
         },
-        steps={"cuda_graphs": graph_reason, **overlap},
+        steps={
+            "cuda_graphs": graph_reason,
+            **overlap,
+            "speculation": speculation_line(rank_config, model),
+        },
         alternatives=alternatives(selection, unavailable, shape),
         assumed=assumed,
         warnings=[

@@ -164,5 +164,5 @@ def _model_bytes(
     seqs = config.scheduler.max_num_seqs
     blocks = -(-int(config.model.max_model_len) // config.cache.block_size)
     inputs = INT64 * (3 * num_tokens + seqs + 2 * seqs * blocks)
-    logits = 4 * seqs * model.vocab_size
+    logits = 4 * config.max_logits_rows * model.vocab_size
     return inputs + logits + num_tokens * dtype.itemsize * 4 * model.hidden_size

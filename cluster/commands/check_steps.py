@@ -8,15 +8,17 @@ from cluster.config.errors import ConfigError, Problem
 from kernels.all2all.base import AllToAll
 from kernels.backends.select import Selection
 from kernels.host.hopper import on_hopper
-from workers.config import OverlapConfig, SchedulerConfig
+from workers.config import OverlapConfig, RankConfig, SchedulerConfig
 from workers.overlap.policy import OverlapPolicy, configured, too_many_sms
+from workers.rank.device_memory import size
 from workers.runner.graph_sizes import GraphSizes, graphs_off, graphs_to_capture
+from workers.specs.model import ModelConfig
 
 MEASURED = "measured at the start"
 
 
 def graph_line(
-    scheduler: SchedulerConfig, selection: Selection, device: str
+    scheduler: SchedulerConfig, selection: Selection, device: str, rows_per_seq: int = 1
 ) -> tuple[GraphSizes, str]:
     """The sizes of the CUDA graphs, and the reason. Raises GraphsUnavailableError if demanded graphs cannot exist.
 
@@ -24,7 +26,9 @@ def graph_line(
     """
     hopper = not torch.cuda.is_available() or on_hopper()
     mixed = selection.attention_class.captures_prompts(hopper=hopper)
-    sizes = graphs_to_capture(scheduler, selection, torch.device(device), mixed=mixed)
+    sizes = graphs_to_capture(
+        scheduler, selection, torch.device(device), mixed=mixed, rows_per_seq=rows_per_seq
+    )
     if not sizes:
         return sizes, f"off: {graphs_off(scheduler.cuda_graphs, selection, device)}"
     return sizes, f"on: {sizes}"
@@ -62,6 +66,22 @@ def _comm_sms(config: OverlapConfig, policy: OverlapPolicy, all2all: type[AllToA
     if policy.comm_sms is None:
         return f"{MEASURED}: no limit or {', '.join(map(str, all2all.sm_choices))}"
     return f"{policy.comm_sms} ({policy.reasons['comm_sms']})"
+
+
+def speculation_line(config: RankConfig, model: ModelConfig) -> str:
+    """The drafter, what the model rules out, and the memory of rows with logits that drafts add."""
+    speculation = config.speculation
+    states = (
+        "drafts need states that go back to before a wrong draft, those of linear attention do not"
+    )
+    if speculation.method == "off":
+        return f"off: {states}" if model.linear_specs else "off; ngram is possible"
+    more = config.max_logits_rows - config.scheduler.max_num_seqs
+    chosen = "as many as pay" if speculation.adaptive else "always"
+    return (
+        f"{speculation.method}: up to {speculation.num_draft_tokens} drafts of a sequence in a step, {chosen}; "
+        f"{more} more rows of logits take {size(4 * more * model.vocab_size)}"
+    )
 
 
 def check_comm_sms(config: OverlapConfig, selection: Selection, num_ubatches: int) -> None:

@@ -13,9 +13,10 @@ from cluster.config.phalanx_config import (
     SchedulerSection,
 )
 from kernels.interface.kv_layout import group_layers, kv_block_bytes, layout_of
-from workers.config import CacheConfig, RankConfig, SchedulerConfig
+from workers.config import CacheConfig, RankConfig, SchedulerConfig, SpeculationConfig
 from workers.kv_cache.demand import KVDemand, sizes_that_fit
 from workers.models.registry import load_model_config
+from workers.specs.model import ModelConfig
 
 GIB = 2**30
 MAX_THREADS_PER_RANK = 8
@@ -64,7 +65,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         cache=cache,
         kernels=config.kernels,
         overlap=config.overlap,
-        speculation=config.speculation,
+        speculation=resolve_speculation(config.speculation, model_config),
         num_ranks=config.cluster.ranks,
         num_nodes=config.cluster.nodes,
         network=config.cluster.network,
@@ -128,6 +129,14 @@ def resolve_scheduler(
         seqs = min(GPU_NUM_SEQS if on_gpu else CPU_NUM_SEQS, tokens)
     given = scheduler.model_dump() | {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
     return SchedulerConfig(**given)
+
+
+def resolve_speculation(speculation: SpeculationConfig, model: ModelConfig) -> SpeculationConfig:
+    """The drafter without `auto`: copied text, unless states of linear attention rule out drafts."""
+    if speculation.method != "auto":
+        return speculation
+    method = "off" if model.linear_specs else "ngram"
+    return speculation.model_copy(update={"method": method})
 
 
 def max_num_seqs(config: PhalanxConfig, num_gpus: int) -> int:

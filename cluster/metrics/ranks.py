@@ -56,6 +56,15 @@ COUNTERS = {
         "invalid_logits_rows",
         "Rows of logits with a NaN or an infinity, also of prompts and of requests that had ended.",
     ),
+    "drafts": (
+        "spec_decode_num_drafts",
+        "Times that a sequence had draft tokens in a step.",
+    ),
+    "draft_tokens": ("spec_decode_num_draft_tokens", "Draft tokens that steps verified."),
+    "accepted_tokens": (
+        "spec_decode_num_accepted_tokens",
+        "Draft tokens that the model confirmed.",
+    ),
     "steps": ("steps", "Lockstep forwards."),
     "idle_steps": ("idle_steps", "Steps in which this rank had no tokens."),
     "stale_messages": ("stale_messages", "Messages of another epoch that a rank dropped."),
@@ -115,12 +124,19 @@ def rank_families(stats: RankStats, model_name: str) -> Iterator[Metric]:
         "Steps by what they were: forward mode, CUDA graph, ubatched.",
         labels=[*labels, "forward_mode", "graph_mode", "ubatch"],
     )
+    places = CounterMetricFamily(
+        f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
+        "Draft tokens that the model confirmed, by their place behind the sequence's last token.",
+        labels=[*labels, "position"],
+    )
     for head, values in heads:
+        for place, count in enumerate(values.get("accepted_tokens_by_place", ())):
+            places.add_metric([*head, str(place)], count)
         for part, seconds in values.get("step_seconds", {}).items():
             parts.add_metric([*head, part], seconds)
         for kind, count in values.get("kinds", {}).items():
             kinds.add_metric([*head, *(word.lower() for word in kind)], count)
-    yield from (parts, kinds, _info(heads), *_process(heads))
+    yield from (parts, kinds, places, _info(heads), *_process(heads))
 
 
 def _info(heads: Heads) -> Metric:

@@ -34,6 +34,8 @@ class RankResult:
     num_preemptions: int = 0
     prefix_cache_hits: int = 0
     states_restored: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)
 
 
@@ -50,6 +52,7 @@ def rank_config(
         "cache": {"block_size": 16, "num_blocks": 1024},
         "kernels": {},
         "overlap": {"mode": "off"},
+        "speculation": {},
     }
     for name, changes in sections.items():
         values[name] = {**values.get(name, {}), **changes}
@@ -147,6 +150,9 @@ def _run_rank(
         kinds = epoch.engine.stats.kinds.items()
         result.num_microbatched = sum(count for (_, _, cut), count in kinds if cut == "True")
         result.num_preemptions = epoch.engine.scheduler.num_preemptions
+        counts = epoch.engine.stats.snapshot()
+        result.num_draft_tokens = counts["draft_tokens"]
+        result.num_accepted_tokens = counts["accepted_tokens"]
         result.prefix_cache_hits = epoch.engine.scheduler.cache.num_hits
         gauges = epoch.engine.scheduler.cache.gauges()
         result.states_restored = int(gauges.get("states_restored", 0))

@@ -59,9 +59,9 @@ SIZES = GraphSizes(decode_sizes(20), mixed_sizes(64))
     ],
 )
 def test_votes(mode, num_tokens, decode_rows, mixed_rows):
-    expected = {"decode_rows": decode_rows, "mixed_rows": mixed_rows}
+    expected = {"decode_rows": decode_rows, "verify_rows": 0, "mixed_rows": mixed_rows}
     assert SIZES.vote(mode, num_tokens) == expected
-    assert GraphSizes().vote(mode, num_tokens) == {"decode_rows": 0, "mixed_rows": 0}
+    assert not any(GraphSizes().vote(mode, num_tokens).values())
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,23 @@ def test_what_equal_ranks_replay():
     assert SIZES.key(ForwardMode.DECODE, 9) == GraphKey(GraphMode.DECODE, 10)
     assert SIZES.key(ForwardMode.EXTEND, 9, True) == GraphKey(GraphMode.MIXED, 16, True)
     assert SIZES.key(ForwardMode.EXTEND, 65) is None
+
+
+def test_a_rank_with_prompts_takes_all_ranks_to_graphs_that_run_any_step():
+    sizes = replace(SIZES, verify=decode_sizes(60))
+
+    def of(mode: ForwardMode, num_tokens: int, prompts: bool = True):
+        return vote(num_tokens, **sizes.vote(mode, num_tokens, prompts=prompts))
+
+    def found(*group) -> tuple[GraphMode, int]:
+        plan = decide(rows(*group), PlanConfig(equal_tokens=False))
+        return plan.graph_mode, plan.padded_tokens
+
+    drafts, decodes = of(ForwardMode.MIXED, 17, False), of(ForwardMode.DECODE, 9)
+    idle, prompt = of(ForwardMode.IDLE, 0), of(ForwardMode.EXTEND, 30)
+    assert found(drafts, decodes, idle) == (GraphMode.VERIFY, 20)
+    assert found(decodes, idle) == (GraphMode.DECODE, 10)
+    assert found(drafts, prompt, idle) == (GraphMode.MIXED, 32)
 
 
 def test_all_ranks_replay_the_size_of_the_busiest_or_none_replays():
@@ -108,6 +125,10 @@ def test_what_is_captured():
     decodes = (1, 2, 3, 4, 5, 6)
     assert sizes("auto") == sizes(True) == GraphSizes(decodes)
     assert sizes("auto", mixed=True) == GraphSizes(decodes, (6,))
+    limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=30, cuda_graphs=True)
+    drafts = graphs_to_capture(limits, can, cuda, mixed=True, rows_per_seq=4)
+    assert drafts.verify == decode_sizes(30) and drafts.most_logits == 30
+    assert graphs_to_capture(limits, can, cuda, mixed=False, rows_per_seq=4).verify == ()
     assert not sizes(False) and not sizes("auto", replace(can, attention=cannot))
     assert not sizes("auto", device=cpu)
 
@@ -245,13 +266,17 @@ def small(most: int) -> st.SearchStrategy:
     st.tuples(st.integers(1, 40), st.integers(1, 300), st.booleans()),
     st.tuples(small(40), small(300), st.integers(2, 4)),
     st.lists(st.tuples(st.sampled_from(ForwardMode), st.integers(1, 300)), min_size=1, max_size=5),
+    st.integers(2, 6),
+    st.booleans(),
 )
-def test_every_step_finds_its_graph(limits, overlap, group):
+def test_every_step_finds_its_graph(limits, overlap, group, rows_per_seq, prompts):
     """Whatever the ranks have, the plan names a graph that was captured, or none."""
     max_seqs, max_tokens, mixed = limits
     min_decode, min_prefill, num_ubatches = overlap
     sizes = GraphSizes(
-        decode_sizes(min(max_seqs, max_tokens)), mixed_sizes(max_tokens) if mixed else ()
+        decode_sizes(min(max_seqs, max_tokens)),
+        mixed_sizes(max_tokens) if mixed else (),
+        decode_sizes(min(rows_per_seq * max_seqs, max_tokens)) if mixed else (),
     )
     policy = replace(never(""), min_decode_tokens=min_decode, min_prefill_tokens=min_prefill)
     captured = {*sizes.whole_steps(), *ubatch_graphs(sizes, policy, num_ubatches)}
@@ -261,13 +286,17 @@ def test_every_step_finds_its_graph(limits, overlap, group):
             most = {ForwardMode.IDLE: 0, ForwardMode.DECODE: min(max_seqs, max_tokens)}
             tokens = min(tokens, most.get(mode, max_tokens))
             wants = int(policy.wants(mode, tokens))
-            yield vote(tokens, wants_ubatch=wants, **sizes.vote(mode, tokens))
+            voted = sizes.vote(mode, tokens, prompts=prompts)
+            yield vote(tokens, wants_ubatch=wants, **voted)
 
     plan = decide(rows(*votes()), PlanConfig(equal_tokens=False, num_ubatches=num_ubatches))
     if plan.run and plan.graph_mode:
         assert GraphKey(plan.graph_mode, plan.padded_tokens, plan.ubatch) in captured
     if mixed and plan.run:
         assert plan.graph_mode
+    several = any(mode.is_extend_or_mixed() for mode, _ in group)
+    if plan.graph_mode == GraphMode.VERIFY:
+        assert not (several and prompts)
 
 
 def test_memory_of_other_processes_is_not_that_of_graphs(monkeypatch):

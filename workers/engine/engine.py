@@ -264,7 +264,7 @@ class Engine:
             epoch=self._epoch,
             step=self._step,
             num_tokens=num_tokens,
-            **self._graph_sizes.vote(mode, num_tokens),
+            **self._graph_sizes.vote(mode, num_tokens, prompts=batch is None or batch.has_prompts),
             wants_ubatch=self._overlap.wants(mode, num_tokens),
             prefill_tokens=batch.prefill_tokens if batch else 0,
             prefill_cap=self._cap_of(batch),

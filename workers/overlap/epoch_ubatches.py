@@ -278,9 +278,12 @@ class EpochUbatches:
 
 def ubatch_graphs(sizes: GraphSizes, policy: OverlapPolicy, num_ubatches: int) -> set[GraphKey]:
     """Return all graphs in ubatches that a step can ever replay under this policy."""
+    decode, prefill = policy.min_decode_tokens, policy.min_prefill_tokens
+    either = [least for least in (decode, prefill) if least is not None]
     least = {
-        GraphMode.DECODE: policy.min_decode_tokens,
-        GraphMode.MIXED: policy.min_prefill_tokens,
+        GraphMode.DECODE: decode,
+        GraphMode.MIXED: prefill,
+        GraphMode.VERIFY: min(either, default=None),
     }
     found = set()
     for key in sizes.whole_steps():

@@ -15,7 +15,6 @@ from typing import TypeVar
 import torch
 
 from kernels.attention.dummy import DummyAttention
-from kernels.backends.graph_planner import GraphPlanner
 from kernels.backends.memory import backend_memory
 from kernels.backends.select import Backends
 from workers.engine.datagram_vote import DatagramVoteTransport
@@ -43,7 +42,7 @@ from workers.rank.rank_info import (
 )
 from workers.rank.warm_up import few_first, warm_up_sizes
 from workers.rank.warm_up_steps import bind_beside
-from workers.runner.graph_sizes import GraphSizes, graphs_off, graphs_to_capture
+from workers.runner.graph_sizes import GraphSizes, graphs_off
 from workers.runner.model_runner import ModelRunner
 from workers.scheduler.scheduler import Scheduler
 from workers.speculation.speculator import make_speculator
@@ -237,10 +236,7 @@ class Epoch:
         with memory_for("attention's workspace"):
             self.ubatches.bind(caches.kv_caches)
         self.ubatches.bind_states(process.state_pools())
-        mixed = GraphPlanner.of(self.backends).captures_prompts
-        self.graph_sizes = graphs_to_capture(
-            process.config.scheduler, process.selection, process.device, mixed=mixed
-        )
+        self.graph_sizes = self.make.graph_sizes()
         if not caches.num_blocks:
             caches.take_sizes(*self.make.cache_sizes(self.graph_sizes))
             self.ubatches.bind_states(())  # the new pools need the memory of the old ones

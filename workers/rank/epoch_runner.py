@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from kernels.attention.base import Attention
+from kernels.backends.graph_planner import GraphPlanner
 from kernels.backends.select import Backends
 from workers.kv_cache.demand import sizes_that_fit
 from workers.kv_cache.manager import KVCacheManager
@@ -22,7 +23,7 @@ from workers.rank.kv_sizing import (
 )
 from workers.rank.process import RankProcess
 from workers.rank.warm_up_steps import WarmUpSteps
-from workers.runner.graph_sizes import GraphSizes
+from workers.runner.graph_sizes import GraphSizes, graphs_to_capture
 from workers.runner.model_runner import ModelRunner
 from workers.scheduler.scheduler import Scheduler
 
@@ -79,6 +80,18 @@ class RunnerMaker:
             config.cache.block_size,
             self.process.model_config.vocab_size,
             windows=self.process.model_config.window is not None,
+            num_drafts=config.speculation.rows_per_seq - 1,
+        )
+
+    def graph_sizes(self) -> GraphSizes:
+        """Return the sizes of the CUDA graphs; none where graphs are off or unavailable."""
+        process = self.process
+        return graphs_to_capture(
+            process.config.scheduler,
+            process.selection,
+            process.device,
+            mixed=GraphPlanner.of(self.backends).captures_prompts,
+            rows_per_seq=process.config.speculation.rows_per_seq,
         )
 
     def cache_sizes(self, graph_sizes: GraphSizes) -> tuple[int, int]:

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ class WarmUpSteps:
 
     vocab_size  the token ids of prompts are random below it, because equal ids would all go to the same experts
     windows     layers have windows, and so blocks of their own
+    num_drafts  drafts of each sequence in the step that samples most
     """
 
     dims: ParallelDims
@@ -59,12 +60,14 @@ class WarmUpSteps:
     block_size: int
     vocab_size: int
     windows: bool = False
+    num_drafts: int = 0
 
     @property
     def num_blocks(self) -> int:
         """Number of KV blocks that suffices for each of these steps."""
         tokens = -(-2 * self.limits.max_num_batched_tokens // self.block_size)
-        return (1 + self.windows) * (tokens + self.limits.max_num_seqs + 2)
+        per_seq = 1 + -(-self.num_drafts // self.block_size)
+        return (1 + self.windows) * (tokens + self.limits.max_num_seqs * per_seq + 2)
 
     def prefill(self, runner: ModelRunner, scheduler: Scheduler, num_tokens: int) -> None:
         """Run a prefill of about `num_tokens`, and a decode."""
@@ -82,7 +85,8 @@ class WarmUpSteps:
 
     def sample(self, runner: ModelRunner, scheduler: Scheduler) -> None:
         """Run the most sequences at once, with every sampling option that takes memory; then a prompt's logprobs."""
-        self._run(runner, scheduler, self.limits.max_num_seqs, 1, _HEAVIEST)
+        heaviest = replace(_HEAVIEST, max_tokens=2 + self.num_drafts)
+        self._run(runner, scheduler, self.limits.max_num_seqs, 1, heaviest, self.num_drafts)
         length = min(MAX_LOGITS_ROWS, self.limits.max_num_batched_tokens, self.max_model_len - 2)
         self._run(runner, scheduler, 1, length, _HEAVIEST_PROMPT)
 
@@ -93,6 +97,7 @@ class WarmUpSteps:
         count: int,
         length: int,
         params: SamplingParams,
+        num_drafts: int = 0,
     ) -> None:
         started = time.perf_counter()
         prompts = np.random.default_rng(length).integers(self.vocab_size, size=(count, length))
@@ -107,6 +112,7 @@ class WarmUpSteps:
             )
         with scheduler.cache.off():
             while scheduler.has_work:
+                verifies = bool(num_drafts) and self._propose(scheduler, num_drafts)
                 batch = scheduler.schedule()
                 num_rows = batch.num_tokens
                 padded = num_rows if self.equal_tokens else 0
@@ -114,5 +120,17 @@ class WarmUpSteps:
                 output = runner.launch(batch, plan)
                 scheduler.launched(batch)
                 scheduler.commit(batch, output.wait())
+                if verifies:  # ranks may draw different tokens, and so confirm different drafts
+                    for seq in list(scheduler.running):
+                        scheduler.abort(seq.request.request_id)
         seconds = time.perf_counter() - started
         logger.debug("warm-up of %d prompts of %d tokens: %.2f s", count, length, seconds)
+
+    def _propose(self, scheduler: Scheduler, num_drafts: int) -> bool:
+        """Draft tokens of the sequences that decode, as many as a step has; return whether there are such sequences."""
+        decodes = [seq for seq in scheduler.running if seq.takes_drafts]
+        left = self.limits.max_num_batched_tokens - len(decodes)
+        for seq in decodes:
+            scheduler.table.propose(seq, [0] * min(num_drafts, left))
+            left -= len(seq.draft_token_ids)
+        return bool(decodes)

@@ -45,7 +45,7 @@ class ForwardGraph:
     """One captured forward. The next replay of any graph overwrites its results.
 
     hidden_TD   all rows
-    logits_TV   float32, all rows; None for graphs that take prompts
+    logits_TV   float32, all rows; None for graphs of MIXED steps
     offs_Le     expert load of all layers; None where the model has none
     hidden_after  by number of a layer, all rows after it
     """
@@ -112,7 +112,7 @@ class StepGraphs:
             layer: torch.zeros(sizes.largest, width, dtype=model.dtype, **new)
             for layer in aux_layers
         }
-        self._logits_TV = torch.zeros(max(sizes.decode, default=0), vocab, **new)
+        self._logits_TV = torch.zeros(sizes.most_logits, vocab, **new)
 
     def count(self, keys: Iterable[GraphKey]) -> int:
         """Return the number of graphs of these keys, in all their forms."""
@@ -212,9 +212,11 @@ class StepGraphs:
 
     def plan(self, batch: ForwardBatch, key: GraphKey) -> ForwardGraph:
         """Plan attention for a replay; the batch was built with `key.rows` rows. Returns the graph to replay."""
-        planner, prompts = self._planner(key), key.mode == GraphMode.MIXED
+        planner, prompts = self._planner(key), key.mode.takes_several_rows
         assert prompts or batch.forward_mode.is_decode_or_idle(), f"{key} takes one row a sequence"
-        form = planner.form(batch, key.rows, prompts=prompts)
+        form = self._forms(key)[-1]  # serves any batch
+        if key.mode != GraphMode.VERIFY:
+            form = planner.form(batch, key.rows, prompts=prompts)
         graph = self._graphs.get((key, form))
         assert graph is not None, f"a step replays {key}, which was not captured"
         planner.plan_graph(batch, key.rows, form)
@@ -227,8 +229,10 @@ class StepGraphs:
         return self._ubatches
 
     def _forms(self, key: GraphKey) -> tuple[GraphForm, ...]:
-        prompts = key.mode == GraphMode.MIXED
-        return self._planner(key).forms(key.rows, prompts=prompts)
+        prompts = key.mode.takes_several_rows
+        forms = self._planner(key).forms(key.rows, prompts=prompts)
+        # Drafts follow computed tokens, so forms for new prompts never serve them.
+        return forms[-1:] if key.mode == GraphMode.VERIFY else forms
 
     def _capture(self, key: GraphKey, form: GraphForm, *, run: bool) -> ForwardGraph:
         """Capture one graph. With `run` the forward first runs eagerly, so that kernels compile and allocate there."""
@@ -249,7 +253,7 @@ class StepGraphs:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        logits_TV = self._logits_TV[: key.rows] if key.mode == GraphMode.DECODE else None
+        logits_TV = self._logits_TV[: key.rows] if key.mode.gives_logits else None
         after = {layer: hidden_TD[: key.rows] for layer, hidden_TD in self._after.items()}
         return ForwardGraph(graph, self._hidden_TD[: key.rows], logits_TV, offs_Le, after)
 
@@ -260,10 +264,10 @@ class StepGraphs:
         assert model is not None, "there are no ubatches"
         after = dict(self._after)
         resolved = batch.resolved(self._builder.last_tokens)
-        hidden_TD = model.forward(resolved, hidden_after=after)
+        hidden_TD = model.forward(resolved, hidden_after=after or None)
         for layer, kept_TD in self._after.items():
             kept_TD[: key.rows].copy_(after[layer])
         self._hidden_TD[: key.rows].copy_(hidden_TD)
-        if key.mode == GraphMode.DECODE:
+        if key.mode.gives_logits:
             self._model.compute_logits(hidden_TD, out=self._logits_TV[: key.rows])
         return self._expert_load.take()

@@ -29,10 +29,11 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Rows of the graphs that every rank has, ascending, of DECODE and of MIXED steps."""
+    """Rows of the graphs that every rank has, ascending, of DECODE, MIXED and VERIFY steps."""
 
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
+    verify: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.mixed)
@@ -41,33 +42,45 @@ class GraphSizes:
         decode = f"up to {self.decode[-1]} decodes ({_count(self.decode)})"
         if not self.mixed:
             return decode
+        if self.verify:
+            decode += f", {self.verify[-1]} rows of decodes with drafts ({_count(self.verify)})"
         return f"{decode} and steps of up to {self.mixed[-1]} tokens ({_count(self.mixed)})"
 
     @property
     def largest(self) -> int:
         """Rows of the largest graph."""
-        return max((*self.decode, *self.mixed))
+        return max((*self.decode, *self.mixed, *self.verify))
+
+    @property
+    def most_logits(self) -> int:
+        """Rows of the largest graph with logits; 0 without any."""
+        return max((*self.decode, *self.verify), default=0)
 
     def whole_steps(self) -> list[GraphKey]:
         """Return the keys of all graphs of whole steps."""
         decodes = [GraphKey(GraphMode.DECODE, rows) for rows in self.decode]
-        return [*decodes, *(GraphKey(GraphMode.MIXED, rows) for rows in self.mixed)]
+        verify = [GraphKey(GraphMode.VERIFY, rows) for rows in self.verify]
+        return [*decodes, *verify, *(GraphKey(GraphMode.MIXED, rows) for rows in self.mixed)]
 
     def key(
         self, forward_mode: ForwardMode, num_tokens: int, ubatch: bool = False
     ) -> GraphKey | None:
-        """Return the graph of a step in which all ranks have `num_tokens` tokens; None if no graph takes it."""
+        """Return the graph of a step without drafts in which all ranks have `num_tokens` tokens; None: no graph."""
         vote = self.vote(forward_mode, num_tokens)
         for mode, name in GRAPH_ROWS.items():
             if vote[name]:
                 return GraphKey(mode, vote[name], ubatch)
         return None
 
-    def vote(self, forward_mode: ForwardMode, num_tokens: int) -> dict[str, int]:
-        """Return `decode_rows` and `mixed_rows` of a rank's Vote."""
+    def vote(
+        self, forward_mode: ForwardMode, num_tokens: int, *, prompts: bool = True
+    ) -> dict[str, int]:
+        """Return the rows of graphs of a rank's Vote. prompts: sequences with several rows may be prompts."""
         single_rows = forward_mode.is_decode_or_idle()
+        verifies = single_rows or not prompts
         return {
             "decode_rows": _smallest(self.decode, num_tokens) if single_rows else 0,
+            "verify_rows": _smallest(self.verify, num_tokens) if verifies else 0,
             "mixed_rows": _smallest(self.mixed, num_tokens),
         }
 
@@ -102,11 +115,17 @@ def mixed_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def graphs_to_capture(
-    scheduler: SchedulerConfig, selection: Selection, device: torch.device, *, mixed: bool
+    scheduler: SchedulerConfig,
+    selection: Selection,
+    device: torch.device,
+    *,
+    mixed: bool,
+    rows_per_seq: int = 1,
 ) -> GraphSizes:
     """Return the sizes of a rank's graphs; none where graphs are off or unavailable.
 
-    mixed   whether the attention can be captured with prompts
+    mixed          whether the attention can be captured with prompts
+    rows_per_seq   most rows of a sequence that decodes, its drafts included; from 2 on there are VERIFY graphs
 
     Raises GraphsUnavailableError if the configuration demands graphs that are unavailable.
     """
@@ -114,9 +133,18 @@ def graphs_to_capture(
         return GraphSizes()
     sizes, max_tokens = scheduler.cuda_graph_sizes, scheduler.max_num_batched_tokens
     max_decodes = min(scheduler.max_num_seqs, max_tokens)
+    max_verify = min(max_decodes * rows_per_seq, max_tokens) if mixed and rows_per_seq > 1 else 0
     if sizes == "auto":
-        return GraphSizes(decode_sizes(max_decodes), mixed_sizes(max_tokens) if mixed else ())
-    return GraphSizes(_cut(sizes, max_decodes), _cut(sizes, max_tokens) if mixed else ())
+        return GraphSizes(
+            decode_sizes(max_decodes),
+            mixed_sizes(max_tokens) if mixed else (),
+            decode_sizes(max_verify) if max_verify else (),
+        )
+    return GraphSizes(
+        _cut(sizes, max_decodes),
+        _cut(sizes, max_tokens) if mixed else (),
+        _cut(sizes, max_verify) if max_verify else (),
+    )
 
 
 def _cut(sizes: Sequence[int], max_rows: int) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ class Text:
         """Return the text of a sequence, with its output so far."""
         request = seq.request
         num_prompt = len(request.prompt_token_ids)
-        given = (request.prompt_token_ids + request.prediction_token_ids)[-MAX_INDEXED:]
+        given = [*request.prompt_token_ids, *request.params.prediction_token_ids][-MAX_INDEXED:]
         text = cls(given, request.prompt_token_ids)
         text.extend(seq.token_ids[num_prompt:])
         text.num_read = len(seq.token_ids)

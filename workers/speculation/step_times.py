@@ -9,7 +9,7 @@ OUTLIER = 3
 ROW_SHARE = 0.3
 """Share of a step's time that is in proportion to its rows, as long as steps of different sizes were not measured."""
 
-PRIOR_VARIANCE = 1.0
+PRIOR_VARIANCE = 0.1
 """Variance of rows from which measurements count as much as ROW_SHARE."""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from kernels.routing.expert_load import ExpertLoad
 from workers.scheduler.scheduler import Scheduler
+from workers.stats.drafts import DraftCounts
 from workers.stats.histogram import Histogram
 from workers.stats.invalid_logits import InvalidLogits
 from workers.stats.pace import Pace
@@ -52,6 +53,7 @@ class EngineStats:
         self._num_balanced, self._sum_balanced = 0, 0.0
         self._prefill_cap: int | None = None
         self._invalid_logits = InvalidLogits()
+        self._drafts = DraftCounts()
         self._gauges: dict[str, Any] = {
             "running": 0,
             "waiting": 0,
@@ -100,6 +102,7 @@ class EngineStats:
         self.step_tokens.observe(batch.num_tokens)
         self._prefill_cap = plan.prefill_cap or self._prefill_cap
         self._invalid_logits.count(batch, output)
+        self._drafts.count(batch, output)
         self.kinds[mode.name, plan.graph_mode.name, str(plan.ubatch)] += 1
         times = output.times
         parts = (host.schedule, host.vote, times.prepare, times.forward, times.sample, publish)
@@ -147,6 +150,10 @@ class EngineStats:
             "generation_tokens": self.generation_tokens,
             "padding_tokens": self.padding_tokens,
             "invalid_logits_rows": self._invalid_logits.num_rows,
+            "drafts": self._drafts.num_drafts,
+            "draft_tokens": self._drafts.num_tokens,
+            "accepted_tokens": sum(self._drafts.accepted),
+            "accepted_tokens_by_place": list(self._drafts.accepted),
             "step_seconds": dict(self.seconds),
             "kinds": dict(self.kinds),
             "prefill_cap": self._prefill_cap,

@@ -89,6 +89,13 @@ class ScheduledBatch:
         )
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether a sequence of kind PROMPT has several rows."""
+        return self.prefill_tokens > 0 and any(
+            part.kind is PROMPT and part.num_new > 1 for part in self.parts
+        )
+
+    @property
     def forward_mode(self) -> ForwardMode:
         """EXTEND, DECODE, MIXED or IDLE."""
         return ForwardMode.of(len(self.seqs), self.num_single_rows)

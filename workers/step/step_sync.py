@@ -60,15 +60,33 @@ class ForwardMode(IntEnum):
 
 
 class GraphMode(IntEnum):
-    """CUDA graphs that a step replays. MIXED graphs run any step; DECODE graphs run decodes only, but faster."""
+    """CUDA graphs that a step replays. MIXED graphs run any step; DECODE graphs run decodes only, but faster.
+
+    VERIFY graphs run decodes and drafts, with logits of all rows as DECODE graphs.
+    """
 
     NONE = 0
     MIXED = 1
     DECODE = 2
+    VERIFY = 3
+
+    @property
+    def takes_several_rows(self) -> bool:
+        """Whether a sequence may have several rows."""
+        return self in (GraphMode.MIXED, GraphMode.VERIFY)
+
+    @property
+    def gives_logits(self) -> bool:
+        """Whether the graph computes the logits of all rows."""
+        return self in (GraphMode.DECODE, GraphMode.VERIFY)
 
 
 # Field of a Vote by kind of graphs, the fastest kind first.
-GRAPH_ROWS = {GraphMode.DECODE: "decode_rows", GraphMode.MIXED: "mixed_rows"}
+GRAPH_ROWS = {
+    GraphMode.DECODE: "decode_rows",
+    GraphMode.VERIFY: "verify_rows",
+    GraphMode.MIXED: "mixed_rows",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +96,7 @@ class Vote:
     num_tokens    tokens that the rank scheduled; 0 if it is idle
     decode_rows   rows of the smallest DECODE graph that fits this rank's part of the step, 0 if none fits;
                   every graph fits a rank without tokens
+    verify_rows   rows of the smallest VERIFY graph that fits, 0 if none fits
     mixed_rows    rows of the smallest MIXED graph that fits, 0 if none fits
     wants_ubatch  the rank gains from two ubatches
     prefill_tokens  tokens of prompts among num_tokens
@@ -93,6 +112,7 @@ class Vote:
     step: int
     num_tokens: int = 0
     decode_rows: int = 0
+    verify_rows: int = 0
     mixed_rows: int = 0
     wants_ubatch: int = 0
     prefill_tokens: int = 0
@@ -230,7 +250,7 @@ def _check_lockstep(columns: dict[str, list[int]]) -> None:
 
 
 def gather_reasons(transport: VoteTransport, reason: str) -> list[str]:
-    """Collective after a vote with an unhealthy rank: return each rank's `reason`, cut to 576 bytes of UTF-8."""
+    """Collective after a vote with an unhealthy rank: return each rank's `reason`, cut to REASON_ROWS rows."""
     size = REASON_ROWS * NUM_FIELDS * 8
     data = bytearray(reason.encode(errors="replace")[:size].ljust(size, b"\0"))
     rows = np.frombuffer(data, dtype=np.int64).reshape(REASON_ROWS, NUM_FIELDS)

@@ -29,6 +29,7 @@ class SamplingParams:
     logprobs            alternatives to report for each output token; 0 = the token alone, None = nothing
     prompt_logprobs     alternatives to report for each prompt token; 0 = the token alone, None = nothing
     grammar             llguidance's JSON grammar that the output matches; None = any output
+    prediction_token_ids  text that the output may repeat, for drafts; it changes no token
     """
 
     max_tokens: int
@@ -48,6 +49,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str | None = None
+    prediction_token_ids: tuple[int, ...] = ()
 
     @property
     def has_penalties(self) -> bool:
@@ -63,7 +65,6 @@ class EngineRequest:
 
     priority           smaller values run first; equal values run in order of arrival
     cache_salt         only requests of one salt share cached prefixes
-    prediction_token_ids  text that the output may repeat: drafts are looked for in it too
     emitted_token_ids  output tokens that an earlier epoch sent: they count as output everywhere, and only tokens
                        after them are published
     on_trial           the rank runs it alone among requests without a token, until its first token
@@ -75,7 +76,6 @@ class EngineRequest:
     params: SamplingParams = field(repr=False)
     priority: int = 0
     cache_salt: str = ""
-    prediction_token_ids: list[int] = field(default_factory=list)
     emitted_token_ids: list[int] = field(default_factory=list)
     on_trial: bool = False
 

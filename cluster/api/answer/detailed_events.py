@@ -77,6 +77,7 @@ class DetailedEventWriter(EventWriter):
                 choice.text.num_tokens,
                 choice.num_cached_tokens,
                 choice.num_reasoning_tokens,
+                choice.drafts,
             )
         elif self._generation.include_usage:
             item["usage"] = None

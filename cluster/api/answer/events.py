@@ -44,19 +44,24 @@ def usage_of(generation: Generation) -> dict[str, Any]:
         generation.num_completion_tokens,
         generation.num_cached_tokens,
         generation.num_reasoning_tokens,
+        generation.drafts,
     )
 
 
 def usage(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    reasoning_tokens: int,
+    drafts: dict[str, int],
 ) -> dict[str, Any]:
-    """Return token counts in the shape of the API."""
+    """Return token counts in the shape of the API; `drafts` as of `draft_fields`."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens, **drafts},
     }
 
 

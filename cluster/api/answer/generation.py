@@ -19,6 +19,7 @@ class Choice:
     report  the logprobs and ids shown beside the text; None = none
     parser  makes a chat message of the text; None = the text is the content
     thought counts the tokens of the thought at the beginning; None = the answer has no thought
+    num_accepted, num_rejected   drafts that the model confirmed, and that it did not
     """
 
     index: int
@@ -31,6 +32,18 @@ class Choice:
     parser: MessageParser | None = None
     thought: ThoughtCounter | None = None
     num_cached_tokens: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0
+
+    def count_drafts(self, accepted: int, rejected: int) -> None:
+        """Count drafts of one step."""
+        self.num_accepted += accepted
+        self.num_rejected += rejected
+
+    @property
+    def drafts(self) -> dict[str, int]:
+        """The fields of usage about drafts; none without drafts."""
+        return draft_fields(self.num_accepted, self.num_rejected)
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -87,7 +100,22 @@ class Generation:
         return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     @property
+    def drafts(self) -> dict[str, int]:
+        """The fields of usage about drafts of all choices so far; none without drafts."""
+        return draft_fields(
+            sum(choice.num_accepted for choice in self.choices),
+            sum(choice.num_rejected for choice in self.choices),
+        )
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were found in the prefix cache; each prompt counts once."""
         firsts = self.choices[:: self.num_choices_per_prompt]
         return sum(choice.num_cached_tokens for choice in firsts)
+
+
+def draft_fields(accepted: int, rejected: int) -> dict[str, int]:
+    """Return OpenAI's fields of usage about drafts; none without drafts."""
+    if not accepted + rejected:
+        return {}
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}

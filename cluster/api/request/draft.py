@@ -4,12 +4,13 @@ The work takes up to seconds for the largest bodies and holds the interpreter lo
 function here waits or uses an engine, and a `Draft` travels by pickle. Knows nothing of HTTP responses or engines.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from cluster.api.answer.detokenizer import StopRules
 from cluster.api.backend import EngineBackend
 from cluster.api.request.output_format import OutputFormat, OutputFormats
+from cluster.api.request.prediction import predicted_text
 from cluster.api.request.prompt import Prompt, PromptEncoder
 from cluster.api.request.protocol import (
     ChatRequest,
@@ -139,6 +140,9 @@ class Drafter:
         engine: EngineFacts,
     ) -> Draft:
         params = self._sampling.params(request, output.grammar)
+        if isinstance(request, ChatRequest) and (text := predicted_text(request.prediction)):
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            params = replace(params, prediction_token_ids=tuple(ids[: engine.context_length]))
         stop = self._sampling.stop_rules(request, params)
         limits = [self._max_tokens(request, len(prompt.token_ids), engine) for prompt in prompts]
         return Draft(

@@ -241,6 +241,9 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: _Effort | None = Field(
         None, description="For the chat template; none = enable_thinking false, all others = true."
     )
+    prediction: Any = Field(
+        None, description="Text that the answer may repeat: {type: content, content}."
+    )
     add_generation_prompt: bool | None = Field(
         None, description="Open the assistant's turn; by default unless the final one goes on."
     )

@@ -1,0 +1,34 @@
+"""Checks of the section `speculation` against the model and the limits of a step. They yield problems, none raises."""
+
+from collections.abc import Iterator
+
+from cluster.config.errors import Problem
+from cluster.config.phalanx_config import PhalanxConfig
+from workers.specs.model import ModelConfig
+
+
+def check_speculation(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[Problem]:
+    """Problems of a drafter that the model or the limits rule out."""
+    speculation = config.speculation
+    if speculation.method == "off":
+        return
+    if speculation.method != "auto" and model is not None and model.linear_specs:
+        yield Problem(
+            "speculation.method",
+            f"{speculation.method} needs states that go back to before a wrong draft, and those of the model's linear "
+            "attention (gated delta nets) do not; expected off or auto",
+            ("model.path",),
+        )
+    rows = 1 + speculation.num_draft_tokens
+    limits = {
+        "scheduler.max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "model.max_model_len": config.model.max_model_len,
+    }
+    for key, limit in limits.items():
+        if limit != "auto" and rows > limit:
+            yield Problem(
+                "speculation.num_draft_tokens",
+                f"{speculation.num_draft_tokens} drafts and the token before them are {rows} rows of one step, "
+                f"{key} is {limit}; lower the first or raise the second",
+                (key,),
+            )

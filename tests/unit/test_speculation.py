@@ -1,0 +1,190 @@
+"""The n-gram drafter, acceptance, step times and the choice of drafts, alone and in an engine."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.distributed.engine_harness import make_request
+from workers.config import SpeculationConfig
+from workers.speculation.depth import Acceptance, choose_depths
+from workers.speculation.ngram import NGRAM, NGramDrafter
+from workers.speculation.speculator import Speculator, make_speculator
+from workers.speculation.step_times import StepTimes
+from workers.step.sequence import Sequence
+
+few_tokens = st.lists(st.integers(0, 2), max_size=14)
+
+
+def sequence(prompt: list[int], prediction: tuple[int, ...] = (), output: list[int] = ()):
+    seq = Sequence.from_request(
+        make_request("a", prompt, prediction_token_ids=prediction, max_tokens=100)
+    )
+    seq.token_ids = [*prompt, *output]
+    return seq
+
+
+def places(given: list[int], context: list[int], output: list[int]) -> list[int | None]:
+    """The place that is followed after each token of the output, by searching the whole text each time."""
+    text, place, found = list(given), None, []
+    for count, token in enumerate(output, 1):
+        hit = place is not None and text[place] == token
+        text.append(token)
+        if hit:
+            place += 1
+        else:
+            last = [*context, *output[:count]][-NGRAM:]
+            ends = [end for end in range(NGRAM, len(given)) if given[end - NGRAM : end] == last]
+            for known in range(1, count):
+                window = [*context, *output[:known]][-NGRAM:]
+                if window == last and len(window) == NGRAM:
+                    ends.append(len(given) + known)
+            place = ends[-1] if ends and len(last) == NGRAM else None
+        found.append(place)
+    return found
+
+
+@given(few_tokens.filter(bool), few_tokens, few_tokens, st.integers(1, 6))
+def test_the_last_place_of_the_last_tokens_is_followed(prompt, prediction, output, most):
+    seq = sequence(prompt, tuple(prediction))
+    drafter = NGramDrafter()
+    given = prompt + prediction
+    right = 0
+    expected = places(given, prompt, output)
+    drafter.committed(seq)
+    for count, place in enumerate(expected, 1):
+        guessed = drafter.propose(seq, 1)
+        seq.token_ids = prompt + output[:count]
+        guesses = drafter.committed(seq)
+        assert sum(guesses) == len(guessed)
+        right += guesses.right
+        drafts = drafter.propose(seq, most)
+        assert drafter.has_drafts(seq) == (place is not None) == bool(drafts)
+        if place is None:
+            continue
+        text = given + output[:count]
+        period = len(text) - place
+        assert list(drafts) == [text[place + i % period] for i in range(most)]
+    at_once = sequence(prompt, tuple(prediction), output)
+    NGramDrafter().committed(at_once)
+    fresh = NGramDrafter()
+    fresh.committed(at_once)
+    assert fresh.propose(at_once, most) == drafter.propose(seq, most)
+
+
+def test_a_prediction_is_followed_from_the_first_token_of_the_output():
+    prediction = tuple(range(50, 80))
+    seq = sequence([1, 2, 3], prediction, [50])
+    drafter = NGramDrafter()
+    drafter.committed(seq)
+    assert drafter.propose(seq, 4) == (51, 52, 53, 54)
+    drafter.forget(seq)
+    assert drafter.propose(seq, 4) == ()
+
+
+def test_acceptance_follows_the_last_guesses():
+    acceptance = Acceptance()
+    assert acceptance.share == 0.5
+    acceptance.count(40, 0)
+    assert acceptance.share > 0.95
+    acceptance.count(0, 40)
+    assert acceptance.share < 0.05
+
+
+@given(st.floats(0.1, 5), st.floats(0, 1), st.integers(1, 50))
+def test_a_line_through_steps_of_many_sizes_is_found(fixed, per_row, start):
+    times = StepTimes()
+    for step in range(200):
+        rows = start + step % 9
+        times.observe(rows, fixed + per_row * rows)
+    assert times.expected(start + 4) == pytest.approx(fixed + per_row * (start + 4), rel=0.05)
+    assert times.seconds_per_row == pytest.approx(per_row, rel=0.2, abs=0.05 * fixed / start)
+
+
+def test_one_slow_step_changes_little():
+    times = StepTimes()
+    for _ in range(20):
+        times.observe(4, 1.0)
+    times.observe(4, 1000.0)
+    assert times.expected(4) < 1.2
+
+
+sequences = st.lists(st.tuples(st.floats(0, 1), st.integers(1, 4)), min_size=1, max_size=3)
+
+
+@given(sequences, st.integers(0, 3), st.integers(0, 9), st.floats(0, 1))
+def test_the_chosen_drafts_have_the_best_rate_of_all(seqs, others, budget, per_row):
+    """Among all numbers of drafts of all sequences."""
+    times = StepTimes()
+    for rows in (1, 2, 3, 4, 5, 6) * 100:
+        times.observe(rows, 1.0 + per_row * rows)
+    share, available = map(np.array, zip(*seqs, strict=True))
+    num_decodes = len(seqs) + others
+    alone_s = times.expected(num_decodes)
+
+    def rate(depths) -> float:
+        tokens = num_decodes + sum(
+            share[i] ** (place + 1) for i, depth in enumerate(depths) for place in range(depth)
+        )
+        rows = num_decodes + sum(depths)
+        return tokens / times.expected(rows)
+
+    found = choose_depths(share, available, num_decodes, budget, times, alone_s)
+    assert (found <= available).all() and found.sum() <= budget
+    best = max(rate(depths) for depths in np.ndindex(*(available + 1)) if sum(depths) <= budget)
+    assert rate(found.tolist()) == pytest.approx(best, rel=1e-6)
+
+
+def speculator(**options) -> Speculator:
+    made = make_speculator(SpeculationConfig(method="ngram", **options))
+    assert made is not None
+    return made
+
+
+def test_drafts_end_when_guesses_are_wrong_and_begin_when_they_are_right_again():
+    """Guesses are compared with tokens also where they are not drafted, so no row is spent to begin again."""
+    drafts = speculator()
+    for rows in (1, 2, 3, 4, 5) * 20:
+        drafts.observe(rows, 1.0 + 0.3 * rows, overlapping=False)
+    seq = sequence([0])
+    drafts.committed(seq)
+    chance = np.random.default_rng(0)
+
+    def run(tokens) -> list[bool]:
+        spent = []
+        for token in tokens:
+            seq.token_ids.append(int(token))
+            drafts.committed(seq)
+            spent.append(bool(list(drafts.drafts([seq], 1, 8))))
+        return spent
+
+    noise = run(chance.integers(0, 8, 400))
+    assert sum(noise[100:]) < 60
+    cycle = run([5, 6, 7, 8, 9, 10] * 20)
+    assert all(cycle[-40:])
+    assert sum(run(chance.integers(0, 8, 300))[100:]) < 60
+
+
+def test_a_sequence_waits_for_its_token_only_while_drafts_pay():
+    drafts = speculator()
+    seq = sequence([1, 2, 3, 4], output=[9, 9, 9, 9, 9])
+    for rows, seconds in ((1, 1.0), (2, 1.9)) * 50:
+        drafts.observe(rows, seconds, overlapping=True)
+    drafts.committed(seq)
+    list(drafts.drafts([], 1, 8))
+    assert not drafts._drafter.propose(seq, 0) and drafts._drafter.has_drafts(seq)
+    drafts.committed(seq)
+    assert not seq.speculates  # half of the guesses are expected to be right, a row costs 0.9 steps
+    seq.token_ids += [9] * 60
+    drafts.committed(seq)
+    assert seq.speculates
+
+
+def test_without_adaptation_each_sequence_drafts_while_the_budget_lasts():
+    drafts = speculator(adaptive=False, num_draft_tokens=3)
+    seqs = [sequence([1], output=[4] * 9) for _ in range(3)]
+    for seq in seqs:
+        drafts.committed(seq)
+    found = list(drafts.drafts(seqs, 3, 5))
+    assert [tokens for _, tokens in found] == [(4, 4, 4), (4, 4)]
+    assert make_speculator(SpeculationConfig()) is None
