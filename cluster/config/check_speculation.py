@@ -4,12 +4,22 @@ from collections.abc import Iterator
 
 from cluster.config.errors import Problem
 from cluster.config.phalanx_config import PhalanxConfig
+from workers.models.config_reader import ModelConfigError
+from workers.models.eagle3.config import load_eagle3_config
 from workers.specs.model import ModelConfig
 
 
 def check_speculation(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[Problem]:
     """Problems of a drafter that the model or the limits rule out."""
     speculation = config.speculation
+    yield from _check_draft_model(config, model)
+    if speculation.accept_lengths is not None and config.model.weights != "dummy":
+        yield Problem(
+            "speculation.accept_lengths",
+            f"accepts drafts by chance, so that answers are wrong, and model.weights is {config.model.weights}; "
+            "expected null, or model.weights dummy",
+            ("model.weights",),
+        )
     if speculation.method == "off":
         return
     if speculation.method != "auto" and model is not None and model.linear_specs:
@@ -32,3 +42,30 @@ def check_speculation(config: PhalanxConfig, model: ModelConfig | None) -> Itera
                 f"{key} is {limit}; lower the first or raise the second",
                 (key,),
             )
+
+
+def _check_draft_model(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[Problem]:
+    """Problems of a draft model, and of a checkpoint without one."""
+    method, folder = config.speculation.method, config.speculation.draft_model
+    if method == "mtp" and model is not None and model.mtp is None:
+        yield Problem(
+            "speculation.method",
+            f"mtp needs a head for multi-token prediction, and the checkpoint ({model.model_type}) has none that can "
+            "be run; expected ngram, or eagle3 with speculation.draft_model",
+            ("model.path",),
+        )
+    if method != "eagle3":
+        if folder is not None:
+            yield Problem(
+                "speculation.draft_model",
+                f"speculation.method {method} has no draft model; expected null, or the method eagle3",
+                ("speculation.method",),
+            )
+    elif folder is None:
+        yield Problem("speculation.draft_model", "eagle3 needs the folder of a draft model")
+    elif model is not None:
+        try:
+            load_eagle3_config(folder, model)
+        except ModelConfigError as error:
+            message = str(error).removeprefix("speculation.draft_model: ")
+            yield Problem("speculation.draft_model", message, ("model.path",))

@@ -4,17 +4,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.checkpoints.eagle3 import make_eagle3
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.family_cases import family_checkpoint
 from tests.unit.draft_case import OneRankDraft
+from workers.models.config_reader import ModelConfigError
 from workers.models.registry import load_model_config
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
+from workers.runner.draft_passes import DraftPasses
+from workers.sampling.sampler import SampledTokens, Sampler
 from workers.speculation.model_drafter import ModelDrafter
 from workers.step.sequence import Sequence
+from workers.step.step_sync import LockstepError
+from workers.weights.checkpoint_files import CheckpointError
 from workers.wire.request import RequestOutput
 
 PROMPTS = {"a": [5, 6, 7], "b": list(range(100, 140)), "c": [200] * 17}
@@ -119,3 +125,64 @@ def test_drafts_are_those_of_the_draft_model_alone(
     for tokens, drafts in seen:
         chain = alone.drafts(tokens[:-1], tokens[-1], len(drafts))
         assert chain == list(drafts), (len(tokens), chain, drafts)
+
+
+def test_a_rank_that_fails_to_sample_runs_the_passes_of_its_draft_model(
+    checkpoints: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peers wait for the experts of these passes; the error is voted afterwards."""
+    tokens: list[bool] = []
+    run_passes = DraftPasses.run
+
+    def count(passes: DraftPasses, *arguments: Any) -> torch.Tensor:
+        tokens.append(arguments[4] is not None)
+        return run_passes(passes, *arguments)
+
+    sample = Sampler.sample
+
+    def fail(*arguments: Any) -> SampledTokens:
+        if len(tokens) < 2:  # the warm-up
+            return sample(*arguments)
+        raise RuntimeError("no sample")
+
+    monkeypatch.setattr(DraftPasses, "run", count)
+    monkeypatch.setattr(Sampler, "sample", fail)
+    with pytest.raises(LockstepError, match="no sample"):
+        run(checkpoints["mtp"], {})
+    assert tokens == [True, True, False]
+
+
+@pytest.mark.parametrize("method", ["mtp", "ngram"])
+def test_synthetic_acceptance_has_the_given_shares(
+    checkpoints: dict[str, dict[str, Any]], method: str
+) -> None:
+    model = checkpoints["mtp"]["model"] | {"weights": "dummy"}
+    speculation = {"method": method, "num_draft_tokens": 3, "accept_lengths": [0.9, 0.5]}
+    sections = {"model": model, "speculation": speculation | {"adaptive": False}}
+    params = {"max_tokens": 200, "allowed_token_ids": (4, 5)}
+    found, counts = run(sections, params)
+    assert (found, counts) == run(sections, params)
+    assert all(len(tokens) == 200 for tokens in found.values())
+    # of three drafts 0.9 + 0.45 + 0.225 are accepted; the first draft behind a prompt may be alone
+    assert 0.44 < counts["accepted"] / counts["drafted"] < 0.62, counts
+
+
+def test_drafts_of_a_wrong_checkpoint_are_refused_by_key(
+    checkpoints: dict[str, dict[str, Any]], folder: Path
+) -> None:
+    target = checkpoints["eagle3"]["model"]
+    with pytest.raises(ModelConfigError, match=r"speculation\.method: mtp, but .*'qwen3_moe'"):
+        run({"model": target, "speculation": {"method": "mtp"}}, {})
+    with pytest.raises(ModelConfigError, match=r"speculation\.draft_model: eagle3 needs"):
+        run({"model": target, "speculation": {"method": "eagle3"}}, {})
+    speculation = {"method": "eagle3", "draft_model": str(folder / "nothing")}
+    with pytest.raises(CheckpointError, match=r"speculation\.draft_model: .*nothing"):
+        run({"model": target, "speculation": speculation}, {})
+    headless = family_checkpoint(
+        folder / "headless", "glm4_moe", "tied", num_nextn_predict_layers=1
+    )
+    sections = {"model": {"path": str(headless)}, "speculation": {"method": "mtp"}}
+    with pytest.raises(
+        CheckpointError, match=r"speculation\.method: .*missing: .*layers\.3\.enorm"
+    ):
+        run(sections, {})

@@ -26,6 +26,7 @@ from workers.rank.warm_up_steps import WarmUpSteps
 from workers.runner.graph_sizes import GraphSizes, graphs_to_capture
 from workers.runner.model_runner import ModelRunner
 from workers.scheduler.scheduler import Scheduler
+from workers.speculation.synthetic import acceptance_of
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class RunnerMaker:
             asynchronous=process.asynchronous,
             ubatches=self.ubatches.wrapper(self.model),
             drafts=None if self.draft is None else self.draft.passes(scheduler, process.device),
+            acceptance=acceptance_of(config.speculation),
         )
         return runner, scheduler
 

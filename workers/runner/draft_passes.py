@@ -61,14 +61,20 @@ class LastRows:
 
     @classmethod
     def of(
-        cls, scheduled: ScheduledBatch, batch: ForwardBatch, drawn_L: np.ndarray, limit: int
+        cls,
+        scheduled: ScheduledBatch,
+        batch: ForwardBatch,
+        drawn_L: np.ndarray,
+        counts_B: np.ndarray | None,
+        limit: int,
     ) -> "LastRows":
-        """Return those of a step with these draws; no position may be `limit` or more."""
+        """Return those of a step with these draws, see `DraftPasses.run`; no position may be `limit` or more."""
         seqs = np.flatnonzero(scheduled.num_logits)
         num_logits = scheduled.num_logits[seqs]
         counts = num_logits
         if scheduled.draft_token_ids is not None:
-            counts = count_verified(scheduled, drawn_L)[seqs]
+            counts_B = count_verified(scheduled, drawn_L) if counts_B is None else counts_B
+            counts = counts_B[seqs]
         logits = num_logits.cumsum() - num_logits + counts - 1
         behind = num_logits - counts
         rows = batch.query_start_loc_cpu[seqs + 1] - 1 - behind
@@ -116,18 +122,20 @@ class DraftPasses:
         plan: StepPlan,
         states_TD: torch.Tensor,
         token_L: torch.Tensor | None,
+        counts_B: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Return drafts int64 [S, K], NO_TOKEN where there is none, of the sequences with new tokens. Collective.
 
         states    of `read_target`, for the rows of `batch`
         token_L   the drawn tokens; None: this rank failed, and runs along without sequences
+        counts_B  how many draws of each sequence count; None: those that equal its drafts, and one more
         """
         failed = token_L is None
         drawn_L = torch.zeros_like(batch.logits_indices) if token_L is None else token_L
         self._attention.plan(batch)
         first = replace(batch, input_ids=self._next_tokens(scheduled, batch, drawn_L))
         states_TD = self.model.forward(first, states_TD)
-        last = LastRows.of(scheduled, batch, drawn_L.cpu().numpy(), self._limit)
+        last = LastRows.of(scheduled, batch, drawn_L.cpu().numpy(), counts_B, self._limit)
         depth = max(1, plan.draft_steps)
         drafts_SK = torch.full((len(last.seqs), depth), NO_TOKEN, device=self._device)
         alive = np.arange(0 if failed else len(last.seqs))

@@ -21,6 +21,7 @@ from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.sampling.grammar_bitmask import GrammarBitmasks, PendingBitmask
 from workers.sampling.logprobs import PromptLogprobs
 from workers.sampling.sampler import SampledTokens, Sampler
+from workers.speculation.synthetic import SyntheticAcceptance
 from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.sequence import InputBatch
@@ -43,6 +44,7 @@ class ModelRunner:
     ubatches       the same model in ubatches, for plans with `ubatch`
     graphs         captured forwards, for plans with a `graph_mode`
     drafts         passes of a draft model behind each step; None: there is none
+    acceptance     of drafts in place of a comparison with the draws
     """
 
     def __init__(
@@ -60,9 +62,10 @@ class ModelRunner:
         asynchronous: bool = False,
         ubatches: UBatchWrapper | None = None,
         drafts: DraftPasses | None = None,
+        acceptance: SyntheticAcceptance | None = None,
     ):
         self.model = model
-        self.drafts = drafts
+        self.drafts, self._acceptance = drafts, acceptance
         self.ubatches = ubatches
         self.asynchronous = asynchronous
         self._backends = backends
@@ -113,13 +116,19 @@ class ModelRunner:
             raise
         clock.mark()
         sampled, failure = self._try_sample(scheduled, batch, forwarded, mask)
-        drafts_SK = None
+        drafts_SK = counts_B = None
+        if self._acceptance is not None and scheduled.draft_token_ids is not None:
+            counts_B = self._acceptance.counts(scheduled)
         if self.drafts is not None:
-            drafts_SK = self._draft(self.drafts, scheduled, batch, plan, forwarded, sampled)
+            drafts_SK = self._draft(
+                self.drafts, scheduled, batch, plan, forwarded, sampled, counts_B
+            )
         try:
             if failure is not None:
                 raise failure
-            return self._finish(scheduled, batch, forwarded, sampled, drafts_SK, clock, prepare)
+            return self._finish(
+                scheduled, batch, forwarded, sampled, drafts_SK, counts_B, clock, prepare
+            )
         except Exception as error:
             # The collectives are over: the error is raised when the step is committed, and then voted.
             return _failed(error)
@@ -148,6 +157,7 @@ class ModelRunner:
         plan: StepPlan,
         forwarded: Forwarded,
         sampled: SampledTokens,
+        counts_B: np.ndarray | None,
     ) -> torch.Tensor:
         """Run the passes of the draft model behind a forward. Collective."""
         hidden_TD, _, _, hidden_after = forwarded
@@ -155,7 +165,8 @@ class ModelRunner:
         failed = len(token_L) < len(batch.logits_indices)
         states_TD = drafts.model.read_target(hidden_TD, hidden_after)
         try:
-            return drafts.run(scheduled, batch, plan, states_TD, None if failed else token_L)
+            drawn_L = None if failed else token_L
+            return drafts.run(scheduled, batch, plan, states_TD, drawn_L, counts_B)
         except BaseException:
             self._backends.all2all.reset()
             raise
@@ -167,6 +178,7 @@ class ModelRunner:
         forwarded: Forwarded,
         sampled: SampledTokens,
         drafts_SK: torch.Tensor | None,
+        counts_B: np.ndarray | None,
         clock: StepClock,
         prepare: float,
     ) -> Pending[StepOutput]:
@@ -193,6 +205,7 @@ class ModelRunner:
                 prompt_logprobs={name: parts.lists() for name, parts in prompts.items()} or None,
                 times=RunTimes(prepare, *clock.seconds()),
                 drafts=None if drafts_SK is None else _drafts_of(scheduled, drafts_SK),
+                counts_B=counts_B,
                 expert_load=None if offs_Le is None else LoadSample.of(offs_Le),
             )
 

@@ -184,7 +184,7 @@ class Scheduler:
                 outputs.append(self._append(part, token_ids[start:end]) if count else None)
                 if self.speculator is not None and count and not seq.finished:
                     drafts = None if step.drafts is None else step.drafts.get(index)
-                    self.speculator.committed(seq, drafts)
+                    self.speculator.committed(seq, drafts, (count - 1, len(part.draft_token_ids)))
         return step.attach(outputs)
 
     def check_integrity(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from workers.config import SpeculationConfig
 from workers.speculation.depth import Acceptance, choose_depths
-from workers.speculation.drafter import Drafter
+from workers.speculation.drafter import Drafter, Guesses
 from workers.speculation.model_drafter import ModelDrafter
 from workers.speculation.ngram import NGramDrafter
 from workers.speculation.step_times import StepTimes
@@ -30,19 +30,30 @@ class Speculator:
             config.num_draft_tokens,
             config.adaptive,
         )
+        self._synthetic = config.accept_lengths is not None
         self._acceptance: dict[Sequence, Acceptance] = {}
         self._waiting, self._overlapping = StepTimes(), StepTimes()
         self._least = 0.0  # acceptance from which drafts pay
 
-    def committed(self, seq: Sequence, drafts: tuple[int, ...] | None = None) -> None:
+    def committed(
+        self,
+        seq: Sequence,
+        drafts: tuple[int, ...] | None = None,
+        verified: tuple[int, int] = (0, 0),
+    ) -> None:
         """Read the new tokens of `seq`, and decide whether its next step waits for them.
 
-        drafts   of a draft model, that follow the new tokens
+        drafts     of a draft model, that follow the new tokens
+        verified   accepted drafts, of so many that the step verified
         """
         acceptance = self._acceptance.get(seq)
         if acceptance is None:
             acceptance = self._acceptance[seq] = Acceptance()
-        acceptance.count(*self._drafter.committed(seq))
+        guesses = self._drafter.committed(seq)
+        if self._synthetic:  # the tokens are not those of accepted drafts
+            accepted, drafted = verified
+            guesses = Guesses(accepted, int(accepted < drafted))
+        acceptance.count(*guesses)
         if drafts:
             self._drafter.drafted(seq, drafts)
         pays = not self._adaptive or acceptance.share >= self._least

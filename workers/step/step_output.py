@@ -56,14 +56,18 @@ class StepOutput:
         times: RunTimes = RunTimes(),
         drafts: dict[int, tuple[int, ...]] | None = None,
         expert_load: LoadSample | None = None,
+        counts_B: np.ndarray | None = None,
     ) -> "StepOutput":
         """Return the output of `batch`: of the tokens drawn, and their logprobs, one for each row with logits.
 
-        The draws of a sequence count up to the first that differs from the draft that it verifies.
+        The draws of a sequence count up to the first that differs from the draft that it verifies, or as many as
+        counts_B has of the sequence.
         """
         counts = batch.num_logits.tolist()
         if batch.draft_token_ids is not None:
-            counts, kept = _verify(batch, np.array(drawn))
+            if counts_B is None:
+                counts_B = count_verified(batch, np.array(drawn))
+            counts, kept = counts_B.tolist(), _kept(batch, counts_B)
             drawn = list(compress(drawn, kept))
             logprobs = None if logprobs is None else list(compress(logprobs, kept))
         return cls(
@@ -112,9 +116,9 @@ def count_verified(batch: ScheduledBatch, drawn_L: np.ndarray) -> np.ndarray:
     return counts
 
 
-def _verify(batch: ScheduledBatch, drawn_L: np.ndarray) -> tuple[list[int], list[bool]]:
-    """Return how many draws of each sequence count, and whether each draw counts."""
-    counts = count_verified(batch, drawn_L)
-    firsts = (batch.num_logits.cumsum() - batch.num_logits)[batch.logits_seqs]
-    kept_L = np.arange(len(drawn_L)) - firsts < counts[batch.logits_seqs]
-    return counts.tolist(), kept_L.tolist()
+def _kept(batch: ScheduledBatch, counts_B: np.ndarray) -> list[bool]:
+    """Return whether each draw is among the first draws of its sequence, as many as count."""
+    firsts_B = batch.num_logits.cumsum() - batch.num_logits
+    places_L = np.arange(len(batch.logits_seqs)) - firsts_B[batch.logits_seqs]
+    kept: list[bool] = (places_L < counts_B[batch.logits_seqs]).tolist()
+    return kept

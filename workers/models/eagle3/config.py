@@ -17,6 +17,7 @@ ARCHITECTURES = (
     *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
     *("Eagle3Speculator", "Eagle3DraftModel"),
 )
+KEY = "speculation.draft_model"
 LAYER_CONFIG = "transformer_layer_config"  # of the speculators library
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 DEFAULTS = {
@@ -49,7 +50,10 @@ def load_eagle3_config(
     tensors   names of the tensors of the checkpoint; None: it has all that it may have
     """
     folder = Path(path)
-    raw = read_json(folder, "config.json", required=True)
+    try:
+        raw = read_json(folder, "config.json", required=True)
+    except ModelConfigError as error:
+        raise ModelConfigError(f"{KEY}: {error}") from None
     return parse_eagle3_config(raw, target, tensors, str(folder / "config.json"))
 
 
@@ -57,7 +61,7 @@ def parse_eagle3_config(
     raw: Mapping[str, Any], target: ModelConfig, tensors: Collection[str] | None, where: str
 ) -> Eagle3Config:
     """Return the config of a config.json; `where` begins its errors."""
-    where = f"speculation.draft_model: {where}"
+    where = f"{KEY}: {where}"
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or not set(architectures) <= set(ARCHITECTURES):
         raise ModelConfigError(

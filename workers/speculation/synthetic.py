@@ -1,0 +1,45 @@
+"""Acceptance of drafts by given probabilities, to measure steps with random weights: no draft of theirs would be right.
+
+The draws depend on request, position and place alone. An accepted draft leaves the model's own draw as the token.
+"""
+
+import zlib
+from collections.abc import Sequence as Values
+
+import numpy as np
+
+from workers.config import SpeculationConfig
+from workers.sampling.token_sampling import uniforms
+from workers.step.scheduled_batch import NO_DRAFT, ScheduledBatch
+from workers.step.sequence import Sequence
+
+
+class SyntheticAcceptance:
+    """`lengths`: by place, the probability that a draft is accepted if all before it were; the last holds behind it."""
+
+    def __init__(self, lengths: Values[float]):
+        self._lengths = np.array(lengths)
+
+    def counts(self, batch: ScheduledBatch) -> np.ndarray:
+        """Return how many draws of each sequence count, int64 [B]. Call it at the launch of a batch with drafts."""
+        assert batch.draft_token_ids is not None, "no sequence has drafts"
+        firsts_B = batch.num_logits.cumsum() - batch.num_logits
+        place_L = np.arange(len(batch.logits_seqs)) - firsts_B[batch.logits_seqs]
+        keys_B = np.array([_key(seq) for seq in batch.seqs], dtype=np.uint64)
+        known_B = np.array([len(seq.token_ids) for seq in batch.seqs], dtype=np.int64)
+        drawn_L = uniforms(keys_B[batch.logits_seqs], known_B[batch.logits_seqs] + place_L)
+        chance_L = self._lengths[np.minimum(place_L, len(self._lengths) - 1)]
+        ends = np.flatnonzero((batch.draft_token_ids == NO_DRAFT) | (drawn_L >= chance_L))
+        firsts_L = firsts_B[batch.logits_seqs]
+        counts = np.zeros(len(firsts_B), dtype=np.int64)
+        counts[batch.logits_seqs] = ends[ends.searchsorted(firsts_L)] - firsts_L + 1
+        return counts
+
+
+def _key(seq: Sequence) -> int:
+    return zlib.crc32(seq.request.request_id.encode())
+
+
+def acceptance_of(config: SpeculationConfig) -> SyntheticAcceptance | None:
+    """Return the acceptance that `accept_lengths` wants; None: drafts are compared with the draws."""
+    return None if config.accept_lengths is None else SyntheticAcceptance(config.accept_lengths)
