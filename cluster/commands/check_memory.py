@@ -10,6 +10,7 @@ from kernels.backends.select import Selection
 from kernels.interface.backend import BackendShape
 from kernels.interface.kv_layout import kv_block_bytes
 from workers.config import RankConfig
+from workers.models.draft_config import load_draft_config
 from workers.rank.device_memory import size
 from workers.runner.graph_sizes import GraphSizes
 from workers.specs.model import ModelConfig
@@ -74,6 +75,9 @@ def rank_rows(
     dtype = config.model.dtype
     assert dtype != "auto", "a RankConfig has the checkpoint's dtype in its place"
     value_bytes = DTYPE_BYTES[dtype]
+    draft = load_draft_config(config.speculation, model)
+    models = [model, *([] if draft is None else [draft.layers])]
+    groups += () if draft is None else draft.kv_groups(config.cache)
     block_bytes = kv_block_bytes(groups, config.cache.block_size, value_bytes)
     state_bytes = 0
     if selection.linear_attention_class is not None:
@@ -87,14 +91,17 @@ def rank_rows(
             node=dims.node(rank),
             device=f"cuda:{dims.local_rank(rank)}" if config.device == "cuda" else "cpu",
             experts=_expert_range(expert_map.experts_of(rank)),
-            weight_bytes=rank_weight_bytes(
-                model,
-                expert_map,
-                rank,
-                dtype,
-                fp8_experts=selection.fp8_experts,
-                fp8_dense=selection.fp8_dense,
-                in_four_bits=selection.four_bit_experts,
+            weight_bytes=sum(
+                rank_weight_bytes(
+                    part,
+                    expert_map,
+                    rank,
+                    dtype,
+                    fp8_experts=selection.fp8_experts,
+                    fp8_dense=selection.fp8_dense,
+                    in_four_bits=selection.four_bit_experts,
+                )
+                for part in models
             ),
             kv_bytes=None,
             buffer_bytes=held.kept + step,

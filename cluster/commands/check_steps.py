@@ -75,7 +75,14 @@ def speculation_line(config: RankConfig, model: ModelConfig) -> str:
         "drafts need states that go back to before a wrong draft, those of linear attention do not"
     )
     if speculation.method == "off":
-        return f"off: {states}" if model.linear_specs else "off; ngram is possible"
+        if model.linear_specs:
+            return f"off: {states}"
+        head = (
+            ""
+            if model.mtp is None
+            else ", and mtp if the checkpoint has the head of its config.json"
+        )
+        return f"off; ngram is possible{head}"
     more = config.max_logits_rows - config.scheduler.max_num_seqs
     chosen = "as many as pay" if speculation.adaptive else "always"
     return (

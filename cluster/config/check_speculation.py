@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from cluster.config.errors import Problem
 from cluster.config.phalanx_config import PhalanxConfig
 from workers.models.config_reader import ModelConfigError
-from workers.models.eagle3.config import load_eagle3_config
+from workers.models.draft_config import load_draft_config
 from workers.specs.model import ModelConfig
 
 
@@ -45,27 +45,10 @@ def check_speculation(config: PhalanxConfig, model: ModelConfig | None) -> Itera
 
 
 def _check_draft_model(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[Problem]:
-    """Problems of a draft model, and of a checkpoint without one."""
-    method, folder = config.speculation.method, config.speculation.draft_model
-    if method == "mtp" and model is not None and model.mtp is None:
-        yield Problem(
-            "speculation.method",
-            f"mtp needs a head for multi-token prediction, and the checkpoint ({model.model_type}) has none that can "
-            "be run; expected ngram, or eagle3 with speculation.draft_model",
-            ("model.path",),
-        )
-    if method != "eagle3":
-        if folder is not None:
-            yield Problem(
-                "speculation.draft_model",
-                f"speculation.method {method} has no draft model; expected null, or the method eagle3",
-                ("speculation.method",),
-            )
-    elif folder is None:
-        yield Problem("speculation.draft_model", "eagle3 needs the folder of a draft model")
-    elif model is not None:
+    """The problem of a draft model, or of a checkpoint without one."""
+    if model is not None:
         try:
-            load_eagle3_config(folder, model)
+            load_draft_config(config.speculation, model)
         except ModelConfigError as error:
-            message = str(error).removeprefix("speculation.draft_model: ")
-            yield Problem("speculation.draft_model", message, ("model.path",))
+            key, _, message = str(error).partition(": ")
+            yield Problem(key, message, ("speculation.method", "model.path"))

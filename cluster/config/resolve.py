@@ -15,6 +15,7 @@ from cluster.config.phalanx_config import (
 from kernels.interface.kv_layout import group_layers, kv_block_bytes, layout_of
 from workers.config import CacheConfig, RankConfig, SchedulerConfig, SpeculationConfig
 from workers.kv_cache.demand import KVDemand, sizes_that_fit
+from workers.models.draft_config import load_draft_config
 from workers.models.registry import load_model_config
 from workers.specs.model import ModelConfig
 
@@ -46,6 +47,8 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         groups = group_layers(
             map(layout_of, cache.cached(model_config.attention_specs)), model_config.windows
         )
+        draft = load_draft_config(config.speculation, model_config)
+        groups += () if draft is None else draft.kv_groups(cache)
         block_bytes = kv_block_bytes(groups, cache.block_size, DTYPE_BYTES[dtype])
         limits = resolve_scheduler(config.scheduler, device, max_model_len)
         demand = KVDemand(cache.block_size, model_config.window, limits.max_num_batched_tokens)

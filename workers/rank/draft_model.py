@@ -14,9 +14,8 @@ from kernels.interface.config import KernelsConfig
 from kernels.interface.kv_layout import KVGroup
 from kernels.interface.registry import backend_class
 from workers.config import RankConfig
-from workers.models.config_reader import ModelConfigError
 from workers.models.decoder import DecoderLM
-from workers.models.eagle3.config import load_eagle3_config
+from workers.models.draft_config import load_draft_config
 from workers.models.eagle3.head import Eagle3Head
 from workers.models.eagle3.spec import Eagle3Config
 from workers.models.mtp.head import MtpHead
@@ -50,27 +49,18 @@ class DraftChoice:
     @classmethod
     def of(cls, config: RankConfig, model: ModelConfig, unavailable: Any) -> "DraftChoice | None":
         """Return the choice of `speculation`; None: no draft model. Raises ModelConfigError with the key to change."""
-        speculation = config.speculation
-        if not speculation.uses_model:
-            return None
-        eagle, folder = None, config.model.folder
-        draft = model.mtp
-        if speculation.method == "eagle3":
-            if speculation.draft_model is None:
-                raise ModelConfigError(
-                    "speculation.draft_model: eagle3 needs the folder of a draft model"
-                )
+        speculation, folder = config.speculation, config.model.folder
+        tensors = None
+        if speculation.method == "eagle3" and speculation.draft_model is not None:
             folder = Path(speculation.draft_model)
-            eagle = load_eagle3_config(folder, model, _tensors(config, folder))
-            draft = eagle.model
-        if draft is None:
-            raise ModelConfigError(
-                f"speculation.method: mtp, but checkpoints of {model.model_type!r} such as this one have no head for "
-                "multi-token prediction that can be run; expected ngram, or eagle3 with speculation.draft_model"
-            )
+            tensors = _tensors(config, folder)
+        found = load_draft_config(speculation, model, tensors)
+        if found is None:
+            return None
+        draft = found.layers
         shape = replace(backend_shape(config, draft), linear_specs=())
         attention = _choose_attention(config.kernels, unavailable, shape)
-        return cls(draft, eagle, folder, attention, shape)
+        return cls(draft, found.eagle, folder, attention, shape)
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

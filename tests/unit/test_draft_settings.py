@@ -1,0 +1,68 @@
+"""Settings of draft models: problems by key, memory in `phalanx check`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config.errors import ConfigError
+from cluster.config.load import load_config
+from cluster.config.resolve import resolve_rank_config
+from tests.checkpoints.eagle3 import make_eagle3
+from tests.family_cases import family_checkpoint
+from workers.models.draft_config import load_draft_config
+from workers.models.registry import load_model_config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a target, a draft model for it, and a checkpoint with a head."""
+    folder = tmp_path_factory.mktemp("draft-settings")
+    target = family_checkpoint(folder / "target", "qwen3_moe", "untied")
+    make_eagle3(folder / "draft", load_model_config(target))
+    make_eagle3(folder / "other", load_model_config(target), draft_vocab_size=64)
+    heads = {"num_nextn_predict_layers": 1, "weights": False}
+    family_checkpoint(folder / "heads", "glm4_moe", "tied", **heads)
+    return folder
+
+
+def load(folder: Path, speculation: dict[str, Any], model: str = "target", **fields: Any) -> Any:
+    path = folder / f"{model}/hub"
+    return load_config({"model": {"path": str(path), **fields}, "speculation": speculation})
+
+
+@pytest.mark.parametrize(
+    ("speculation", "words"),
+    [
+        ({"method": "mtp"}, ["speculation.method", "qwen3_moe", "eagle3"]),
+        ({"method": "eagle3"}, ["speculation.draft_model", "needs the folder"]),
+        ({"method": "ngram", "draft_model": "draft"}, ["speculation.draft_model", "ngram has no"]),
+        ({"method": "eagle3", "draft_model": "nowhere"}, ["speculation.draft_model", "nowhere"]),
+        ({"method": "eagle3", "draft_model": "target/hub"}, ["architectures", "Qwen3Moe"]),
+        (
+            {"method": "ngram", "accept_lengths": [0.5]},
+            ["speculation.accept_lengths", "checkpoint", "dummy"],
+        ),
+        ({"method": "ngram", "accept_lengths": [1.5]}, ["speculation.accept_lengths", "1"]),
+    ],
+)
+def test_problems_name_the_key(
+    folder: Path, speculation: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)  # relative paths of a mapping start there
+    with pytest.raises(ConfigError) as refused:
+        load(folder, speculation)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_a_draft_model_takes_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    plain = resolve_rank_config(load(folder, {})).cache.num_blocks
+    wanted = {"method": "eagle3", "draft_model": "draft"}
+    drafting = load(folder, wanted)
+    assert drafting.speculation.draft_model == str(folder / "draft")
+    assert resolve_rank_config(drafting).cache.num_blocks == plain * 12 // 13  # a fourth layer, of a fourth of the width
+    heads = load(folder, {"method": "mtp"}, "heads", weights="dummy")
+    found = load_draft_config(heads.speculation, load_model_config(heads.model.folder))
+    assert found is not None and found.eagle is None and found.layers.num_layers == 1

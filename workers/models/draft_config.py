@@ -1,0 +1,52 @@
+"""Which draft model a configuration wants for a model: the head of its checkpoint, or EAGLE-3. Needs no torch."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kernels.interface.kv_layout import KVGroup, group_layers, layout_of
+from workers.config import CacheConfig, SpeculationConfig
+from workers.models.config_reader import ModelConfigError
+from workers.models.eagle3.config import load_eagle3_config
+from workers.models.eagle3.spec import Eagle3Config
+from workers.specs.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """layers: the draft model as a model of one layer; eagle: None for the head of the model's checkpoint."""
+
+    layers: ModelConfig
+    eagle: Eagle3Config | None = None
+
+    def kv_groups(self, cache: CacheConfig) -> tuple[KVGroup, ...]:
+        """Return the caches of its layers, in the layout of most backends."""
+        return group_layers(map(layout_of, cache.cached(self.layers.attention_specs)))
+
+
+def load_draft_config(
+    speculation: SpeculationConfig, model: ModelConfig, tensors: Collection[str] | None = None
+) -> DraftConfig | None:
+    """Return the draft model; None: the method has none. Raises ModelConfigError, which begins with the key.
+
+    tensors   as of load_eagle3_config
+    """
+    if speculation.method == "eagle3":
+        if speculation.draft_model is None:
+            raise ModelConfigError(
+                "speculation.draft_model: eagle3 needs the folder of a draft model"
+            )
+        eagle = load_eagle3_config(speculation.draft_model, model, tensors)
+        return DraftConfig(eagle.model, eagle)
+    if speculation.draft_model is not None:
+        raise ModelConfigError(
+            f"speculation.draft_model: speculation.method {speculation.method} has no draft model; expected null, or "
+            "the method eagle3"
+        )
+    if speculation.method != "mtp":
+        return None
+    if model.mtp is None:
+        raise ModelConfigError(
+            f"speculation.method: mtp needs a head for multi-token prediction, and this checkpoint "
+            f"({model.model_type}) has none that can be run; expected ngram, or eagle3 with speculation.draft_model"
+        )
+    return DraftConfig(model.mtp)
