@@ -62,7 +62,9 @@ def test_a_draft_model_takes_memory(folder: Path, monkeypatch: pytest.MonkeyPatc
     wanted = {"method": "eagle3", "draft_model": "draft"}
     drafting = load(folder, wanted)
     assert drafting.speculation.draft_model == str(folder / "draft")
-    assert resolve_rank_config(drafting).cache.num_blocks == plain * 12 // 13  # a fourth layer, of a fourth of the width
+    assert (
+        resolve_rank_config(drafting).cache.num_blocks == plain * 12 // 13
+    )  # a fourth layer, of a fourth of the width
     heads = load(folder, {"method": "mtp"}, "heads", weights="dummy")
     found = load_draft_config(heads.speculation, load_model_config(heads.model.folder))
     assert found is not None and found.eagle is None and found.layers.num_layers == 1

@@ -268,7 +268,7 @@ class Engine:
             wants_ubatch=self._overlap.wants(mode, num_tokens),
             prefill_tokens=batch.prefill_tokens if batch else 0,
             prefill_cap=self._cap_of(batch),
-            **draft_vote(self.runner.drafts, self.scheduler.speculator, batch),
+            **draft_vote(self.scheduler.speculator, batch),
             has_work=self.scheduler.has_work,
             wants_stop=self._stopping,
             health=UNHEALTHY if failure else HEALTHY,

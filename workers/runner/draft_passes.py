@@ -89,11 +89,9 @@ class LastRows:
         )
 
 
-def draft_vote(
-    passes: "DraftPasses | None", speculator: Speculator | None, batch: ScheduledBatch | None
-) -> dict[str, int]:
+def draft_vote(speculator: Speculator | None, batch: ScheduledBatch | None) -> dict[str, int]:
     """Return the fields of a rank's vote for the passes of its draft model behind the next step."""
-    if passes is None or speculator is None or batch is None:
+    if speculator is None or batch is None or not speculator.uses_model:
         return {}
     steps = speculator.draft_steps(part.seq for part in batch.parts if part.num_logits)
     return {"draft_steps": steps, "draft_rows": int(np.count_nonzero(batch.num_logits))}

@@ -31,6 +31,7 @@ class Speculator:
             config.adaptive,
         )
         self._synthetic = config.accept_lengths is not None
+        self.uses_model = config.uses_model
         self._acceptance: dict[Sequence, Acceptance] = {}
         self._waiting, self._overlapping = StepTimes(), StepTimes()
         self._least = 0.0  # acceptance from which drafts pay
