@@ -150,6 +150,7 @@ def test_the_snapshot_of_a_real_rank_is_rendered_whole():
     assert snapshot["expert_balancedness"] is None  # nothing looked at yet: no sample
     found = parse(IngressMetrics().render([snapshot]))
     known = {"rank", "time", "step_seconds", "kinds", "histograms", "process"}
+    known.add("accepted_tokens_by_place")
     known.add(
         "expert_balancedness_samples"
     )  # a sum and its count, for the mean of an experiment's run

@@ -40,7 +40,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ),
         ("qwen3_moe", ["speculation.num_draft_tokens=17"], "17 is not allowed: .* equal to 16"),
         ("qwen3_moe", ["speculation.method=tree"], 'method: "tree" is not allowed'),
-        ("qwen3_moe", ["speculation.num_draft_token=2"], "did you mean speculation.num_draft_tokens"),
+        (
+            "qwen3_moe",
+            ["speculation.num_draft_token=2"],
+            "did you mean speculation.num_draft_tokens",
+        ),
         (
             "qwen3_moe",
             [ON, "scheduler.max_num_batched_tokens=4", "scheduler.max_num_seqs=2"],
