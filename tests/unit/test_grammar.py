@@ -174,12 +174,12 @@ def test_a_mask_is_computed_while_its_caller_goes_on(compiler, monkeypatch):
     masks = GrammarBitmasks(VOCAB_SIZE, 1)
     may_fill, fill = threading.Event(), masks._fill
 
-    def slow_fill(matchers):
+    def slow_fill(matchers, num_rows):
         assert may_fill.wait(10)
-        return fill(matchers)
+        return fill(matchers, num_rows)
 
     monkeypatch.setattr(masks, "_fill", slow_fill)
-    pending = masks.start([grammar_of(compiler, "z")])
+    pending = masks.start([(grammar_of(compiler, "z"), ())])
     may_fill.set()  # would never happen if start waited
     assert pending.wait().allowed_GW.shape == (1, VOCAB_SIZE // 32)
 

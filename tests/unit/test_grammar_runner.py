@@ -93,7 +93,7 @@ def test_masks_belong_to_the_sequences_that_sample(epoch):
     step(epoch, 8)
     mixed = next(batch for batch in scheduled if len(batch.seqs) == 2)
     assert mixed.num_new_tokens.tolist() == [1, 255] and mixed.num_logits.tolist() == [0, 1]
-    assert grammars[scheduled.index(mixed)] == [mixed.seqs[1].grammar]
+    assert grammars[scheduled.index(mixed)] == [(mixed.seqs[1].grammar, ())]
     assert bytes(epoch.outputs["short"]) == b"ab" and bytes(epoch.outputs["long"]) == b"xyz"
 
 

@@ -32,6 +32,10 @@ RANK_STATS = {
     "padding_tokens": 5,
     "invalid_logits": 6,
     "invalid_logits_rows": 11,
+    "drafts": 12,
+    "draft_tokens": 40,
+    "accepted_tokens": 25,
+    "accepted_tokens_by_place": [10, 9, 6],
     "steps": 9,
     "idle_steps": 4,
     "expert_rows_sampled": 33,
@@ -146,6 +150,7 @@ def test_the_snapshot_of_a_real_rank_is_rendered_whole():
     assert snapshot["expert_balancedness"] is None  # nothing looked at yet: no sample
     found = parse(IngressMetrics().render([snapshot]))
     known = {"rank", "time", "step_seconds", "kinds", "histograms", "process"}
+    known.add("accepted_tokens_by_place")
     known.add(
         "expert_balancedness_samples"
     )  # a sum and its count, for the mean of an experiment's run

@@ -26,7 +26,7 @@ def sequence(prompt: list[int], prediction: tuple[int, ...] = (), output: list[i
 
 def places(given: list[int], context: list[int], output: list[int]) -> list[int | None]:
     """The place that is followed after each token of the output, by searching the whole text each time."""
-    text, place, found = list(given), None, []
+    text, place, found, right = list(given), None, [], 0
     for count, token in enumerate(output, 1):
         hit = place is not None and text[place] == token
         text.append(token)
@@ -39,7 +39,9 @@ def places(given: list[int], context: list[int], output: list[int]) -> list[int 
                 window = [*context, *output[:known]][-NGRAM:]
                 if window == last and len(window) == NGRAM:
                     ends.append(len(given) + known)
-            place = ends[-1] if ends and len(last) == NGRAM else None
+            follows = place is not None and right >= NGRAM
+            place = ends[-1] if ends and len(last) == NGRAM else place + 1 if follows else None
+        right = right + 1 if hit else 0
         found.append(place)
     return found
 

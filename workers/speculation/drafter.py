@@ -26,7 +26,7 @@ class Drafter(ABC):
     def committed(self, seq: Sequence) -> Guesses:
         """Read the tokens that `seq` has got since the last call; the first call reads all of them.
 
-        A guess behind a wrong guess counts only if the drafter made it after it knew the token.
+        A guess counts if it was made of all tokens before it.
         """
 
     def drafted(self, seq: Sequence, token_ids: tuple[int, ...]) -> None:

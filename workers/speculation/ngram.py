@@ -1,7 +1,8 @@
 """Drafts by copying: what stood behind the last tokens where they stood before, in the prompt, answer or prediction.
 
 A sequence's text is its prompt, its request's prediction and its output. The drafter follows one earlier place in it
-as long as the output equals the text there; otherwise it looks for the last place where the last NGRAM tokens stand.
+as long as the output equals the text there; otherwise it looks for the last place where the last NGRAM tokens stand,
+and without one passes over one wrong token.
 The host does it alone, in constant time a token.
 """
 
@@ -64,6 +65,7 @@ class Text:
             int, int
         ] = {}  # by key of an n-gram of the output: index of the token behind it
         self._last = context[-(NGRAM - 1) :]
+        self._num_right = 0  # guesses since the last wrong guess
 
     @classmethod
     def of(cls, seq: Sequence) -> "Text":
@@ -93,7 +95,10 @@ class Text:
                 found = None if hit else self._find(key)
                 self._added[key] = len(tokens)
                 del last[0]
-            self.place = place + 1 if hit and place is not None else found
+            # One token may have been replaced, where nothing better is known.
+            goes_on = hit or (found is None and self._num_right >= NGRAM)
+            self.place = place + 1 if goes_on and place is not None else found
+            self._num_right = self._num_right + 1 if hit else 0
         self.num_read += len(token_ids)
         return Guesses(right, wrong)
 
