@@ -28,6 +28,8 @@ from workers.wire.request import RequestOutput
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.1
+ANNOUNCE_S = 2.0
+"""Time for the supervisor to take the notice of a trial."""
 POISON = str(PoisonRequestError())
 
 
@@ -193,24 +195,41 @@ class GroupClient:
         requests = [request for request in self.open.values() if not request.finished]
         if rebuilt:
             self._set_aside_poison(requests, members.failed)
-        self._submit_again(requests)
+        await self._submit_again(requests)
         self._changed()
 
-    def _submit_lost(self, lease_id: str, rank: int) -> None:
+    async def _submit_lost(self, lease_id: str, rank: int) -> None:
         """Submit the requests again that a rank has aborted, because their stream had lost a message."""
         if lease_id == self.lease_id:
-            self._submit_again([it for it in self.open.values() if it.place[1] == rank])
+            await self._submit_again([it for it in self.open.values() if it.place[1] == rank])
 
-    def _submit_again(self, requests: Iterable[OpenRequest]) -> None:
+    async def _submit_again(self, requests: Iterable[OpenRequest]) -> None:
         """Submit requests that their ranks have no longer, with the tokens that they have emitted."""
-        for request in sorted(requests, key=turn):
-            if not request.finished:
-                self._resubmit(request)
+        lease_id = self.lease_id
+        ordered = [it for it in sorted(requests, key=turn) if not it.finished]
+        for request in ordered:
+            self._route_again(request)
+        on_trial = frozenset(it.place[1] for it in ordered if it.on_trial)
+        if on_trial:
+            await self._expect_failures(on_trial)
+        if lease_id == self.lease_id:  # otherwise they are submitted under the next lease
+            for request in ordered:
+                if request.wire_id in self.open and not request.finished:
+                    self.submit(request)
 
-    def _resubmit(self, request: OpenRequest) -> None:
+    def _route_again(self, request: OpenRequest) -> None:
+        """Choose the rank of the next attempt."""
         self._forget(request)
         request.route(self._router, (self.index,))
-        self.submit(request)
+        self.open[request.wire_id] = request
+
+    async def _expect_failures(self, ranks: frozenset[int]) -> None:
+        """Announce trials, so that no failure in them counts before it is judged."""
+        try:
+            async with asyncio.timeout(ANNOUNCE_S):
+                await self._supervisor.expect_failures.remote(self.index, self.epoch, ranks)
+        except (RayError, TimeoutError) as error:  # the supervisor may start anew
+            logger.warning("the supervisor takes no notice of requests on trial: %r", error)
 
     def _set_aside_poison(self, requests: list[OpenRequest], failed: frozenset[int]) -> None:
         """Put the requests on trial that may have ended ranks, and end those that are proved to."""
@@ -219,8 +238,8 @@ class GroupClient:
             self._refusals.add(poison.digest)
             self._supervisor.refuse.remote(poison.digest)
             poison.put(RequestOutput(poison.wire_id, [], "abort", POISON))
-        if self._suspects.excused:
-            self._supervisor.excuse_failures.remote(self.index)
+        if self._suspects.verdict is not None:
+            self._supervisor.judge_failure.remote(self.index, self._suspects.verdict)
 
     def _deliver(
         self, lease_id: str, rank: int, load_of_others: int, outputs: list[RequestOutput]

@@ -41,7 +41,7 @@ class GroupStreams:
         self._members = members
         self._stream_id = stream_id
         self._deliver = deliver
-        self._reopened: Callable[[int], None]
+        self._reopened: Callable[[int], Awaitable[None]]
         self._failed: Failed
         self._inboxes: list[InboxSender] = []
         self._watches: list[StreamWatch] = []
@@ -50,7 +50,7 @@ class GroupStreams:
         self._receiver = TokenReceiver(address, self.epoch)
         self._receiver.listen(self)
 
-    async def open(self, reopened: Callable[[int], None], failed: Failed) -> None:
+    async def open(self, reopened: Callable[[int], Awaitable[None]], failed: Failed) -> None:
         """Open the stream of every rank. Raises RayError when a rank is gone, OSError without free descriptors.
 
         reopened(rank): called when a stream is open again, and its rank has aborted the requests of the stream before
@@ -130,7 +130,7 @@ class GroupStreams:
         self._inboxes[rank] = sender
         self._watches[rank] = StreamWatch(time.monotonic())
         del self._broken[rank]
-        self._reopened(rank)
+        await self._reopened(rank)
 
     def _open_stream(self, rank: int, stream: bytes) -> Awaitable[StreamAddress]:
         """Return the inbox of a rank, once the rank sends to this client."""

@@ -24,12 +24,13 @@ _by_place = attrgetter("place")
 class Suspects:
     """Counts the failures of ranks for one ingress.
 
-    excused   whether the failures of the last `judge` had a cause that is a request. A request may cause any number of
-              failures; a rank that fails at more than MAX_CAUSES different requests, and serves none, is broken
+    verdict   whether a request caused the failure of the last `judge`; None if the failed ranks had none on trial. A
+              request may cause any number of failures; a rank that fails at more than MAX_CAUSES different requests,
+              and serves none, is broken
     """
 
     def __init__(self) -> None:
-        self.excused = False
+        self.verdict: bool | None = None
         self._causes: set[bytes] = set()  # digests, since a failed rank has served a request
 
     def judge(
@@ -39,7 +40,7 @@ class Suspects:
 
         failed   whether the rank of a request has failed
         """
-        self.excused = False
+        self.verdict = None
         poison: list[OpenRequest] = []
         requests = list(requests)
         for _, of_rank in groupby(sorted(filter(failed, requests), key=_by_place), _by_place):
@@ -51,6 +52,7 @@ class Suspects:
         """Judge the requests of one failed rank."""
         begun = [request for request in requests if request.begun]
         tried = [request for request in begun if request.on_trial]
+        had_trials = any(request.on_trial for request in requests)
         for request in requests:
             request.failures += 1
             if request.begun or (not begun and request.failures >= UNEXPLAINED_FAILURES):
@@ -61,7 +63,9 @@ class Suspects:
             self._causes.clear()
         if tried:
             self._causes |= {request.digest for request in tried}
-            self.excused = len(self._causes) <= MAX_CAUSES
+        if had_trials:
+            by_request = bool(tried) and len(self._causes) <= MAX_CAUSES
+            self.verdict = bool(self.verdict) or by_request
         return [request for request in tried if request.trial_failures >= TRIAL_FAILURES]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from cluster.errors import SHUTDOWN_REASON
 from cluster.supervisor import epoch_watch, placement, relocation
+from cluster.supervisor.attempts import Attempts
 from cluster.supervisor.change import PendingChange
 from cluster.supervisor.failures import (
     RankDiedError,
@@ -88,9 +89,9 @@ class Group:
         )
         self._change = PendingChange()
         self._hang_timeout_s = hang_timeout_s
-        self._rebuild_attempts = rebuild_attempts
-        self._num_failures = 0  # in a row
+        self._attempts = Attempts(rebuild_attempts)
         self._failed: set[int] = set()
+        self._ended: frozenset[int] = frozenset()
         self._heartbeats = self._new_heartbeats()
         self._hang: Hang | None = None
         self._serving_since = 0.0
@@ -172,7 +173,7 @@ class Group:
             level = logging.DEBUG if explained else logging.ERROR
             logger.log(level, "start failed at stage %s", self.status.stage, exc_info=True)
             message = f"start failed at stage {self.status.stage!r}: {failure_message(error)}"
-            if isinstance(error, RankDiedError) and self._rebuild_attempts:
+            if isinstance(error, RankDiedError) and self._attempts.limit:
                 self._set_state("rebuilding", message)
             else:
                 self._end("failed", message)
@@ -197,10 +198,10 @@ class Group:
         ended = await epoch_watch.watch(
             self._roster.ranks, self.status.epoch, self._heartbeats, self._change
         )
-        self._failed, self._hang = set(), None
+        self._failed, self._hang, self._ended = set(), None, frozenset()
         if ended is None or not self.health.alive:
             return None
-        self._failed, self._hang = set(ended.failed), ended.hang
+        self._failed, self._hang, self._ended = set(ended.failed), ended.hang, ended.ranks
         return ended.reason
 
     async def change(
@@ -235,8 +236,10 @@ class Group:
         began, first_reason, first_attempt = time.monotonic(), reason, True
         before = self._roster.wanted
         if began - self._serving_since >= STABLE_S:
-            self._num_failures = 0
-        may_try = change is not None or self._may_try()
+            self._attempts.forget()
+        if change is None:
+            self._attempts.fail(self.status.epoch, self._ended)
+        may_try = change is not None or self._attempts.left
         while may_try and not self.health.ended:
             self.status.epoch += 1
             self.status.stages = [] if self._hang is None else [("detection", self._hang.seconds)]
@@ -267,22 +270,20 @@ class Group:
                 if change is not None:
                     change.fail(failed)
                     change, self._roster.wanted = None, before
-                may_try = self._may_try() and not isinstance(error, NodeLostError)
+                self._attempts.fail()
+                may_try = self._attempts.left and not isinstance(error, NodeLostError)
             else:
                 seconds = time.monotonic() - began
                 self.status.rebuilt(Rebuild(first_reason, seconds, tuple(self.status.stages)))
-                logger.warning(
-                    "serving again after %.1f s, as epoch %d", seconds, self.status.epoch
-                )
+                epoch = self.status.epoch
+                logger.warning("serving again after %.1f s, as epoch %d", seconds, epoch)
                 if change is not None:
                     change.succeed()
                 return
         if self.health.ended:
             return
-        if 0 < self._rebuild_attempts < self._num_failures:
-            reason += (
-                f" (after {self._rebuild_attempts} rebuilds in a row, cluster.rebuild_attempts)"
-            )
+        if self._attempts.used_up:
+            reason += f" (after {self._attempts.limit} rebuilds in a row, cluster.rebuild_attempts)"
         self.fail(reason)
 
     async def _replace(self, change: PendingChange | None) -> set[int]:
@@ -293,11 +294,6 @@ class Group:
         anew = change is not None and change.anew
         replaced = self._formation.replace(hung, target, anew=anew)
         return await self._formation.stage("replacement", replaced, limited=False)
-
-    def _may_try(self) -> bool:
-        """Count a failure; return whether another rebuild is allowed."""
-        self._num_failures += 1
-        return self._num_failures <= self._rebuild_attempts
 
     def _may_wait(self, began: float) -> bool:
         """Return whether a rebuild that has begun then may wait for the checkpoint."""
@@ -314,9 +310,13 @@ class Group:
         for rank in self._roster.ranks:
             rank.close_stream.remote(self.status.epoch, stream_id)
 
-    def excuse_failures(self) -> None:
-        """Note that the failures so far were due to a request: they do not count towards `rebuild_attempts`."""
-        self._num_failures = 0
+    def expect_failures(self, epoch: int, ranks: Collection[int]) -> None:
+        """Note that requests are on trial in these ranks, whose failure `judge_failure` counts."""
+        self._attempts.expect(epoch, ranks)
+
+    def judge_failure(self, by_request: bool) -> None:
+        """Note whether a request caused the last failure: then it does not count towards `rebuild_attempts`."""
+        self._attempts.judge(by_request)
 
     def drain(self) -> None:
         """Note that no new requests come."""

@@ -262,9 +262,13 @@ class Supervisor:
         """Let every ingress refuse the requests of a digest, which has ended ranks."""
         self._refused[digest] = self._clock()
 
-    async def excuse_failures(self, group: int) -> None:
-        """An ingress has found that a request ended ranks of a group."""
-        self._pool.groups[group].excuse_failures()
+    async def expect_failures(self, group: int, epoch: int, ranks: Collection[int]) -> None:
+        """An ingress puts requests on trial in these ranks, and will judge their next failure."""
+        self._pool.groups[group].expect_failures(epoch, ranks)
+
+    async def judge_failure(self, group: int, by_request: bool) -> None:
+        """An ingress has found whether one of its requests ended ranks of a group."""
+        self._pool.groups[group].judge_failure(by_request)
 
     async def ping(self) -> None:
         """Return at once; a rank calls it from time to time, and ends when this actor has ended for good."""
