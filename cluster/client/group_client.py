@@ -178,7 +178,9 @@ class GroupClient:
         try:
             deliver = partial(self._deliver, lease_id)
             streams = GroupStreams(members, lease_id, node_address(), deliver)
-            await streams.open(partial(self._submit_lost, lease_id), self._failed)
+            await streams.open(
+                partial(self._submit_lost, lease_id), partial(self._move, lease_id), self._failed
+            )
         except BaseException:
             if streams is not None:
                 streams.close()
@@ -192,6 +194,7 @@ class GroupClient:
         self.close()  # the ranks compute the tokens again that were not read
         self.lease_id, self._streams = lease_id, streams
         self._learn(self.index, members)
+        self._router.reach_all(self.index)
         requests = [request for request in self.open.values() if not request.finished]
         if rebuilt:
             self._set_aside_poison(requests, members.failed)
@@ -201,7 +204,21 @@ class GroupClient:
     async def _submit_lost(self, lease_id: str, rank: int) -> None:
         """Submit the requests again that a rank has aborted, because their stream had lost a message."""
         if lease_id == self.lease_id:
+            self._router.load_of((self.index, rank)).reachable = True
             await self._submit_again([it for it in self.open.values() if it.place[1] == rank])
+
+    async def _move(self, lease_id: str, rank: int) -> None:
+        """Let the other ranks go on with the requests of a rank that this ingress cannot reach.
+
+        The rank ends its part of them when its stream is opened again. Requests for this rank alone wait until then.
+        """
+        if lease_id != self.lease_id:
+            return
+        self._router.load_of((self.index, rank)).reachable = False
+        if any(load.reachable for load in self._router.reachable(self.index)):
+            logger.warning("rank %d cannot be reached; other ranks go on with its requests", rank)
+            moved = [it for it in self.open.values() if it.place[1] == rank and it.pinned is None]
+            await self._submit_again(moved)
 
     async def _submit_again(self, requests: Iterable[OpenRequest]) -> None:
         """Submit requests that their ranks have no longer, with the tokens that they have emitted."""
@@ -209,13 +226,13 @@ class GroupClient:
         ordered = [it for it in sorted(requests, key=turn) if not it.finished]
         for request in ordered:
             self._route_again(request)
+        attempts = {request.wire_id: request for request in ordered}
         on_trial = frozenset(it.place[1] for it in ordered if it.on_trial)
         if on_trial:
             await self._expect_failures(on_trial)
-        if lease_id == self.lease_id:  # otherwise they are submitted under the next lease
-            for request in ordered:
-                if request.wire_id in self.open and not request.finished:
-                    self.submit(request)
+        for wire_id, request in attempts.items():  # a lease may have expired, a client have left
+            if lease_id == self.lease_id and wire_id in self.open and not request.finished:
+                self.submit(request)
 
     def _route_again(self, request: OpenRequest) -> None:
         """Choose the rank of the next attempt."""

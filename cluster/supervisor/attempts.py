@@ -1,7 +1,7 @@
 """Counts the failures of a group in a row, and decides whether another rebuild is allowed. Knows nothing of ranks.
 
 Failures due to one request count once. So a failure of a rank with a request on trial is not counted at once: the
-ingress of the request judges it after the rebuild, because only the ingress knows whether the trial had begun.
+ingress of the request judges it after the rebuild, because the ingress alone gets the notice that a trial begins.
 """
 
 from collections.abc import Collection

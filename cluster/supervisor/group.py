@@ -311,7 +311,7 @@ class Group:
             rank.close_stream.remote(self.status.epoch, stream_id)
 
     def expect_failures(self, epoch: int, ranks: Collection[int]) -> None:
-        """Note that requests are on trial in these ranks, whose failure `judge_failure` counts."""
+        """Note that requests are on trial in these ranks; `judge_failure` counts a failure of them."""
         self._attempts.expect(epoch, ranks)
 
     def judge_failure(self, by_request: bool) -> None:
