@@ -268,7 +268,7 @@ def test_clients_that_send_one_poison_at_once_cost_one_rebuild_attempt(monkeypat
             for epoch, attempt in enumerate(("", "~2", "~3")):
                 await begin(now, 0, f"a.0{attempt}")
                 await begin(now, 1, f"b.0{attempt}")
-                await end(now, 1)
+                await end(now, epoch % 2)  # each time another rank is the first to fail
                 await until(lambda epoch=epoch: now.group.epoch > epoch)
             assert await asyncio.gather(*clients) == [1, 1, 1, 1]
             await serve(now, 0, "x~4", finish=True)
