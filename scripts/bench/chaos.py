@@ -26,7 +26,14 @@ from typing import Any
 import httpx
 
 from scripts.bench import ROOT
-from scripts.bench.chaos_faults import BREAKS_CONNECTIONS, FAULTS, Failure, Victim, cause
+from scripts.bench.chaos_faults import (
+    BREAKS_CONNECTIONS,
+    FAULTS,
+    OPERATOR_KEY,
+    Failure,
+    Victim,
+    cause,
+)
 from scripts.bench.chaos_judge import control, judge
 from scripts.bench.chaos_resources import growth, measure
 from scripts.bench.chaos_streams import Answer, Found, Request, reference, repeat, requests_of
@@ -169,11 +176,14 @@ def main() -> None:
     settings += ["cluster.rebuild_attempts=20", "model.max_model_len=1024", "cache.num_blocks=4096"]
     if "ubatch" in options.faults:  # on CPU, and with shm, no step is cut by itself
         settings += ["overlap.mode=on"]
+    if "two-ingresses" in options.faults:
+        settings += ["serve.replicas=2"]
     command = [sys.executable, "-m", "cluster.cli", "serve", str(CONFIG)]
     command += [part for setting in (*settings, *options.set) for part in ("--set", setting)]
     with tempfile.TemporaryDirectory(prefix="phalanx-chaos-") as name:
         folder = Path(name)
         os.environ["PHALANX_FAULTS"] = name
+        os.environ["PHALANX_OPERATOR_KEY"] = OPERATOR_KEY
         os.environ["PYTHONPATH"] = os.pathsep.join(
             [str(HOOKS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         )
