@@ -10,7 +10,7 @@ from scripts.bench.chaos_faults import Victim
 from scripts.bench.chaos_judge import control, judge
 from scripts.bench.chaos_streams import Found, repeat, stream
 
-REQUESTS = [("greedy", "/v1/completions", {"prompt": "x"})]
+REQUESTS = [("greedy", "/v1/completions", {"prompt": "x", "stream": True})]
 
 
 class Server:
