@@ -74,13 +74,13 @@ async def disturb(
         await cause(victim, ["kill"], 0.0, options.seed)
         await answers(client, requests, "after the first failure")
         await asyncio.sleep(SETTLE_S)
-        before = measure(server.pid)
+        before = measure(server.pid, options.app_name)
         causes = partial(cause, victim, schedule(options), options.every_s, options.seed)
         found, failures = await streams_under(
             client, requests, expected, causes, options.streams, options.faults
         )
         await asyncio.sleep(SETTLE_S)
-        after = measure(server.pid)
+        after = measure(server.pid, options.app_name)
         rounding = await judge(victim, client, requests, found)
         noise = await control(victim, client, requests, expected)
     return {
@@ -194,7 +194,9 @@ def main() -> None:
     settings = [f"cluster.ranks={options.ranks}", *SETTINGS]
     if "ubatch" in options.faults:  # on CPU, and with shm, no step is cut by itself
         settings += ["overlap.mode=on"]
-    command = phalanx("serve", CONFIG, [f"serve.port={port}", *settings, *options.set])
+    options.app_name = f"chaos-{port}"
+    own = [f"serve.port={port}", f"serve.app_name={options.app_name}"]
+    command = phalanx("serve", CONFIG, [*own, *settings, *options.set])
     with tempfile.TemporaryDirectory(prefix="phalanx-chaos-") as name:
         folder = Path(name)
         os.environ["PHALANX_FAULTS"] = name

@@ -15,10 +15,11 @@ SLACK = {"files": 4, "threads": 4, "rss_mb": 96.0, "processes": 0, "segments": 0
 Figures = dict[str, dict[str, Any]]
 
 
-def measure(pid: int, roles: Mapping[str, str] = ROLES) -> Figures:
+def measure(pid: int, app_name: str, roles: Mapping[str, str] = ROLES) -> Figures:
     """Return the figures of each role in the family of `pid`: of the process with most, and the number of processes.
 
-    roles   for each one what the command lines of its processes contain
+    app_name   of the server; the names of its segments begin so, and names last only while a group starts
+    roles      for each one what the command lines of its processes contain
     """
     found: Figures = {}
     root = psutil.Process(pid)
@@ -40,7 +41,7 @@ def measure(pid: int, roles: Mapping[str, str] = ROLES) -> Figures:
                 most["thread_names"] = names
             for name, value in own.items():
                 most[name] = max(most[name], value)
-    found["host"] = {"segments": float(len(list(SHM.glob("phalanx-*"))))}
+    found["host"] = {"segments": float(len(list(SHM.glob(f"phalanx-{app_name}-*"))))}
     return found
 
 

@@ -63,7 +63,7 @@ async def soak(options: argparse.Namespace, server: ServerProcess, folder: Path)
         def facts() -> dict[str, float]:
             return traffic.facts() | {"failures": len(failures)}
 
-        curve, ended = Curve(server.pid, facts), asyncio.Event()
+        curve, ended = Curve(server.pid, options.app_name, facts), asyncio.Event()
         started = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(curve.follow(ended))
