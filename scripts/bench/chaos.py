@@ -147,9 +147,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     kinds = "; ".join(
         f"{name}: {(fault.__doc__ or '').rstrip('.')}" for name, fault in FAULTS.items()
     )
+    shown = ", ".join(
+        f"{name} {SOAK[name]}" for name in ("streams", "requests", "every_s", "timeout_s")
+    )
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=f"With --soak: {soak.__doc__} Its defaults: {SOAK}. Failures: {kinds}.",
+        epilog=f"With --soak: {soak.__doc__} Its defaults: all failures, {shown}. Failures: {kinds}.",
     )
     parser.add_argument("--soak", type=float, metavar="HOURS", help="mixed traffic for so long")
     parser.add_argument("--ranks", type=int, default=3)
