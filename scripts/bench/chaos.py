@@ -134,6 +134,13 @@ def fault_list(text: str) -> list[str]:
     return names
 
 
+def duration(text: str) -> float:
+    """The hours of `--soak`."""
+    if not (hours := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{hours:g} hours are no time")
+    return hours
+
+
 def bound(text: str) -> tuple[str, float]:
     """The role and the MB of `--grow-mb`."""
     role, _, limit = text.partition("=")
@@ -154,7 +161,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         epilog=f"With --soak: {soak.__doc__} Its defaults: all failures, {shown}. Failures: {kinds}.",
     )
-    parser.add_argument("--soak", type=float, metavar="HOURS", help="mixed traffic for so long")
+    parser.add_argument("--soak", type=duration, metavar="HOURS", help="mixed traffic for so long")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--streams", type=int, default=200, help="in flight at once")
     parser.add_argument("--requests", type=int, default=72, help="different requests")
@@ -192,7 +199,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Command line. Exit code 1 when a stream failed, a resource grew, or a bound was broken."""
     options = parse()
-    measured = soak.soak if options.soak else disturb
+    measured = disturb if options.soak is None else soak.soak
     port = free_port()
     settings = [f"cluster.ranks={options.ranks}", *SETTINGS]
     if "ubatch" in options.faults:  # on CPU, and with shm, no step is cut by itself

@@ -119,12 +119,13 @@ class Victim:
         """Send a request that fails each step of its rank, by SIGKILL (`die`) or an error; return the answer."""
         path = self._folder / "poison"
         path.write_text(way)
+        prompt = f"poison {time.monotonic_ns()}"  # an earlier one is refused
         deadline = time.monotonic() + SERVING_S
         try:
             while True:
                 try:
                     models = (await self._client.get("/v1/models")).json()["data"]
-                    body = {"model": models[0]["id"], "prompt": "poison", "seed": POISON_SEED}
+                    body = {"model": models[0]["id"], "prompt": prompt, "seed": POISON_SEED}
                     return await self._client.post("/v1/completions", json=body, timeout=SERVING_S)
                 except httpx.ConnectError:  # the ingress starts anew
                     assert time.monotonic() < deadline, "no ingress"

@@ -177,6 +177,8 @@ def test_a_soak_has_defaults_of_its_own() -> None:
     assert set(soak.faults) == set(chaos.FAULTS)
     assert soak.grow_mb == GROW_MB | {"rank": 7.0}
     assert chaos.parse(["--soak", "1", "--streams", "3"]).streams == 3
+    with pytest.raises(SystemExit):
+        chaos.parse(["--soak", "0"])
     one = chaos.parse(["--soak", "1", "--ranks", "1"]).faults
     assert not {"two", "rebuild"} & set(one) and "kill" in one
 
