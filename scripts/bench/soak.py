@@ -71,6 +71,7 @@ async def soak(options: argparse.Namespace, server: ServerProcess, folder: Path)
                 tasks.create_task(traffic.keep(options.seed + number, ended))
             await disturb(options, victim, found, failures, started + options.soak * 3600)
             ended.set()
+        curve.take()  # with the last answers
         seconds = time.monotonic() - started
         found.failed += await left_behind(client, victim)
         rounding = await judge(victim, client, requests, found)

@@ -47,8 +47,13 @@ class Curve:
         while not ended.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), SAMPLE_S)
-            self.samples.append(self._sample())
-            print(_line(self.samples[-1]), flush=True)
+            if not ended.is_set():
+                self.take()
+
+    def take(self) -> None:
+        """Take a sample."""
+        self.samples.append(self._sample())
+        print(_line(self.samples[-1]), flush=True)
 
     def _sample(self) -> Sample:
         found = {"at_s": round(time.monotonic() - self._started, 1), **self._facts()}
