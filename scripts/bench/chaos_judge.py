@@ -35,18 +35,22 @@ async def judge(
 ) -> list[Difference]:
     """Return the differences that rounding explains; the other ones become failures. The group must serve.
 
-    An answer that rounding has explained explains equal answers too.
+    Equal answers to a request are judged once.
     """
     explained: list[Difference] = []
+    wrong: list[Difference] = []
     with victim.present("noise"):
         for difference in found.different:
             request = requests[difference.number]
-            if any(known.explains(difference) for known in explained) or await _occurs(
-                client, request, difference.answer
-            ):
+            if any(known.covers(difference) for known in explained):
+                explained.append(difference)
+            elif not difference.answer.left and any(known.covers(difference) for known in wrong):
+                wrong.append(difference)
+            elif await _occurs(client, request, difference.answer):
                 explained.append(difference)
             else:
-                found.failed.append(str(difference))
+                wrong.append(difference)
+    found.failed += map(str, wrong)
     found.different = []
     return explained
 

@@ -135,7 +135,7 @@ class Difference:
     wanted: Answer
     answer: Answer
 
-    def explains(self, other: "Difference") -> bool:
+    def covers(self, other: "Difference") -> bool:
         """Whether the other difference has this answer, or its beginning, to this request."""
         same = self.number == other.number and not self.answer.left
         return same and not self.answer.differs(other.answer)

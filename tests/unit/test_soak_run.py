@@ -1,4 +1,4 @@
-"""A soak of one second against a server that only answers: from the undisturbed answers to the figures and the page."""
+"""A soak of 0.3 s against a server that only answers: from the undisturbed answers to the figures and the page."""
 
 import asyncio
 import json
@@ -58,14 +58,14 @@ class Answers:
 def run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, lost: bool = False, running: int = 0
 ) -> dict:
-    """The results of a second of traffic with failures of a kind that does nothing."""
+    """The results of 0.3 s of traffic with failures of a kind that does nothing."""
     monkeypatch.setattr("scripts.bench.chaos_faults.DELAYED_S", 0.05)
-    monkeypatch.setattr("scripts.bench.soak_curve.SAMPLE_S", 0.1)
+    monkeypatch.setattr("scripts.bench.soak_curve.SAMPLE_S", 0.05)
     monkeypatch.setattr("scripts.bench.soak_traffic.PAUSE_S", 0.02)
     monkeypatch.setattr("scripts.bench.soak.QUIET_S", 0.0)
     (folder / "log").touch()
-    words = "--requests 18 --streams 4 --faults delay --every-s 0.2 --ranks 1"
-    options = chaos.parse(["--soak", f"{1 / 3600}", *words.split()])
+    words = "--requests 9 --streams 4 --faults delay --every-s 0.1 --ranks 1"
+    options = chaos.parse(["--soak", f"{0.3 / 3600}", *words.split()])
     options.app_name = "none"
 
     async def scenario() -> dict[str, Any]:
@@ -93,7 +93,8 @@ def test_a_soak_compares_answers_and_has_a_curve(tmp_path, monkeypatch) -> None:
 
 
 def test_a_lost_token_and_a_request_without_client_fail(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("scripts.bench.chaos_judge.TRIES", 16)
+    monkeypatch.setattr("scripts.bench.chaos_judge.TRIES", 1)
+    monkeypatch.setattr("scripts.bench.chaos_judge.AT_ONCE", 1)
     monkeypatch.setattr("scripts.bench.soak_traffic.LEAVING", 0)
     found = run(tmp_path, monkeypatch, lost=True, running=2)
     assert found["failed"][0] == "requests without clients, by rank: {0: 2}"
