@@ -72,4 +72,4 @@ def test_a_lost_or_doubled_token_is_a_failure(tmp_path: Path) -> None:
 def test_equal_answers_are_judged_once(tmp_path: Path) -> None:
     found, explained, server = judged(tmp_path, ["ac", "a", "ac", "a"])
     assert explained == ["ac", "ac"] and len(found.failed) == 2
-    assert len(server.salts) == 16 + TRIES + 8
+    assert server.asked == 1 + 4 + 16 + TRIES + 8
