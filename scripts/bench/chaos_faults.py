@@ -119,12 +119,13 @@ class Victim:
         """Send a request that fails each step of its rank, by SIGKILL (`die`) or an error; return the answer."""
         path = self._folder / "poison"
         path.write_text(way)
+        prompt = f"poison {time.monotonic_ns()}"  # an earlier one is refused
         deadline = time.monotonic() + SERVING_S
         try:
             while True:
                 try:
                     models = (await self._client.get("/v1/models")).json()["data"]
-                    body = {"model": models[0]["id"], "prompt": "poison", "seed": POISON_SEED}
+                    body = {"model": models[0]["id"], "prompt": prompt, "seed": POISON_SEED}
                     return await self._client.post("/v1/completions", json=body, timeout=SERVING_S)
                 except httpx.ConnectError:  # the ingress starts anew
                     assert time.monotonic() < deadline, "no ingress"
@@ -247,6 +248,7 @@ FAULTS: dict[str, Fault] = {
 WITHOUT_REBUILD = {"delay", "supervisor", "ingress", "ingress-stop", "lost", "reset"}
 MAY_PASS = {"stop-continue"}
 """Failures that end by themselves, perhaps before the group notices."""
+TWO_RANKS = {"two", "rebuild"}
 UNNOTICED_S = 15.0
 BREAKS_CONNECTIONS = {"ingress"}
 
@@ -266,18 +268,26 @@ async def cause(victim: Victim, kinds: Iterable[str], every_s: float, seed: int)
     failures = []
     for number, kind in enumerate(kinds):
         await asyncio.sleep(every_s * rng.uniform(0.5, 1.5))
-        before = await victim.wait_group(serves)
-        failure = Failure(kind, time.monotonic())
         print(f"{number + 1}: {kind}", file=sys.stderr, flush=True)
-        watching = asyncio.create_task(watch(victim, failure, before))
-        happened = await FAULTS[kind](victim, rng)
-        await watching
-        if happened is not None:
-            failure.count_from(happened)
-        failures.append(failure)
+        failures.append(await cause_one(victim, kind, rng))
     await victim.wait_group(serves)
     await only_ranks(victim)
     return failures
+
+
+async def cause_one(victim: Victim, kind: str, rng: random.Random) -> Failure:
+    """Cause one failure once the group serves, and return when it serves again."""
+    before = await victim.wait_group(serves)
+    failure = Failure(kind, time.monotonic())
+    watching = asyncio.create_task(watch(victim, failure, before))
+    try:
+        happened = await FAULTS[kind](victim, rng)
+        await watching
+    finally:
+        watching.cancel()
+    if happened is not None:
+        failure.count_from(happened)
+    return failure
 
 
 def serves(state: str, _: int) -> bool:
