@@ -86,8 +86,8 @@ class ClusterConfig(Section):
     slow_rank_factor: float | None = Field(
         3.0,
         gt=1,
-        description="A rank whose own time of a step, without waits, is this multiple of that of the other ranks with "
-        "equal work is named in the log and in the metrics; null = no rank.",
+        description="A rank is named as slow, in the log and in the metrics, when its own time of a step, without "
+        "waits, is this multiple of that of the other ranks with equal work; null = no rank is slow.",
     )
     replace_slow_rank: bool = Field(
         False,
