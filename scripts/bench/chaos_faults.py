@@ -15,8 +15,12 @@ from typing import Any
 import httpx
 import psutil
 
+from scripts.bench.chaos_slow import slow
+
 POLL_S = 0.05
 STATE = re.compile(r"^(\w+), epoch (\d+)", re.M)
+SLOW = re.compile(r"rank (\d+) is slow: .* process (\d+) on")
+SLOW_METRIC = re.compile(r'^phalanx:slow_rank\{.*rank="(\d+)"\} 1', re.M)
 SERVING_S = 120.0
 """Time for a group to serve again."""
 STOPPED_S = 5.0
@@ -95,6 +99,19 @@ class Victim:
         except (httpx.HTTPError, ValueError, LookupError):
             return {}
         return dict((group["last_rebuild"] or {}).get("stages", {}))
+
+    def slow_rank(self, pid: int) -> int | None:
+        """Return the rank of a process that the log has called slow."""
+        found = SLOW.findall(self._log.read_text(errors="replace"))
+        return next((int(rank) for rank, other in reversed(found) if int(other) == pid), None)
+
+    async def slow_ranks(self) -> list[int]:
+        """Return the slow ranks of the metrics."""
+        try:
+            text = (await self._client.get("/metrics", timeout=5)).text
+        except httpx.HTTPError:
+            return []
+        return [int(rank) for rank in SLOW_METRIC.findall(text)]
 
     async def arm(self, process: psutil.Process, point: str) -> None:
         """Let a point of a rank fail, and return when it has."""
@@ -244,8 +261,9 @@ FAULTS: dict[str, Fault] = {
     "ingress-stop": stop_ingress,
     "lost": at_point("lost"),
     "reset": at_point("reset"),
+    "slow": slow,
 }
-WITHOUT_REBUILD = {"delay", "supervisor", "ingress", "ingress-stop", "lost", "reset"}
+WITHOUT_REBUILD = {"delay", "supervisor", "ingress", "ingress-stop", "lost", "reset", "slow"}
 MAY_PASS = {"stop-continue"}
 """Failures that end by themselves, perhaps before the group notices."""
 TWO_RANKS = {"two", "rebuild"}
