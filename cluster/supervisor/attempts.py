@@ -34,8 +34,8 @@ class Attempts:
         known = self._trials[1] if self._trials[0] == epoch else frozenset()
         self._trials = epoch, known.union(ranks)
 
-    def fail(self, epoch: int | None = None, ranks: Collection[int] = ()) -> None:
-        """Count a failure, unless `judge` is to count it.
+    def fail(self, epoch: int | None = None, ranks: Collection[int] = ()) -> bool:
+        """Count a failure, unless `judge` is to count it. Returns whether a rebuild is allowed.
 
         epoch, ranks   where it happened, if an epoch was served
         """
@@ -44,6 +44,7 @@ class Attempts:
             self._failures += 1
         else:
             self._unjudged = True
+        return self.left
 
     def judge(self, by_request: bool) -> None:
         """Count the last failure if no request caused it; otherwise the failures so far count no longer."""

@@ -14,11 +14,7 @@ from cluster.errors import SHUTDOWN_REASON
 from cluster.supervisor import epoch_watch, placement, relocation
 from cluster.supervisor.attempts import Attempts
 from cluster.supervisor.change import PendingChange
-from cluster.supervisor.failures import (
-    RankDiedError,
-    checkpoint_unreadable,
-    failure_message,
-)
+from cluster.supervisor.failures import RankDiedError, checkpoint_unreadable, failure_message
 from cluster.supervisor.formation import Formation, visible_gpus
 from cluster.supervisor.group_spec import GroupSpec
 from cluster.supervisor.heartbeat import Hang, Heartbeats, HungRankError
@@ -27,6 +23,7 @@ from cluster.supervisor.placement import NodeLostError, PlacementError
 from cluster.supervisor.ray_calls import result
 from cluster.supervisor.recovery import find_memberships, recover
 from cluster.supervisor.roster import Roster
+from cluster.supervisor.slow_ranks import SlowRanks
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupState, GroupStatus, Rebuild
 from kernels.host.owned import OwnedTask
 from workers.config import RankConfig
@@ -54,6 +51,7 @@ class Group:
     rebuild_attempts: rebuilds in a row that may fail, or serve for less than STABLE_S; 0 = a failed rank ends the
         group.
     standby_ranks, shrink: see Roster.
+    slow_ranks: finds the slow ones; without it, none is slow.
     epoch_begins: called with the number of each epoch before a rank joins it.
     """
 
@@ -67,6 +65,7 @@ class Group:
         rebuild_attempts: int = 0,
         standby_ranks: int = 0,
         shrink: bool = False,
+        slow_ranks: SlowRanks | None = None,
         epoch_begins: Callable[[int], Awaitable[None]] = _keep_nothing,
     ):
         self.spec = spec
@@ -92,6 +91,7 @@ class Group:
         self._attempts = Attempts(rebuild_attempts)
         self._failed: set[int] = set()
         self._ended: frozenset[int] = frozenset()
+        self._slow_ranks = slow_ranks or SlowRanks()
         self._heartbeats = self._new_heartbeats()
         self._hang: Hang | None = None
         self._serving_since = 0.0
@@ -116,6 +116,7 @@ class Group:
         """The status, with the progress that the ranks report now."""
         status = self.status
         status.vote_ages = self._heartbeats.vote_ages() if self.health.alive else []
+        status.slow, status.slowdowns = self._slow_ranks.slow, self._slow_ranks.slowdowns
         if status.state in ("starting", "rebuilding"):
             await self._formation.refresh_progress()
         return status
@@ -194,7 +195,8 @@ class Group:
 
         Returns the reason, or None if the group was stopped or a change of it is to begin.
         """
-        self._heartbeats = self._new_heartbeats()
+        self._slow_ranks.begin(self.status.locations)
+        self._heartbeats = self._new_heartbeats(self._slow_ranks)
         ended = await epoch_watch.watch(
             self._roster.ranks, self.status.epoch, self._heartbeats, self._change
         )
@@ -237,9 +239,7 @@ class Group:
         before = self._roster.wanted
         if began - self._serving_since >= STABLE_S:
             self._attempts.forget()
-        if change is None:
-            self._attempts.fail(self.status.epoch, self._ended)
-        may_try = change is not None or self._attempts.left
+        may_try = change is not None or self._attempts.fail(self.status.epoch, self._ended)
         while may_try and not self.health.ended:
             self.status.epoch += 1
             self.status.stages = [] if self._hang is None else [("detection", self._hang.seconds)]
@@ -270,8 +270,7 @@ class Group:
                 if change is not None:
                     change.fail(failed)
                     change, self._roster.wanted = None, before
-                self._attempts.fail()
-                may_try = self._attempts.left and not isinstance(error, NodeLostError)
+                may_try = self._attempts.fail() and not isinstance(error, NodeLostError)
             else:
                 seconds = time.monotonic() - began
                 self.status.rebuilt(Rebuild(first_reason, seconds, tuple(self.status.stages)))
@@ -344,9 +343,8 @@ class Group:
             done = [rank.done.remote(epoch) for rank in self._roster.ranks]
             self._roster.ranks[0].stop.remote(epoch)
             try:
-                ended = asyncio.gather(*map(result, done), return_exceptions=True)
                 async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await ended
+                    await asyncio.gather(*map(result, done), return_exceptions=True)
             except TimeoutError:
                 logger.warning("ranks did not stop within %g s and are killed", STOP_TIMEOUT_S)
         self._kill()
@@ -378,10 +376,10 @@ class Group:
         """The GPUs that a process with this description is to see."""
         return visible_gpus(self.status.locations, placement.located(-1, facts))
 
-    def _new_heartbeats(self) -> Heartbeats:
-        config = self._roster.config
+    def _new_heartbeats(self, slow_ranks: SlowRanks | None = None) -> Heartbeats:
+        config, limit_s = self._roster.config, self._hang_timeout_s
         on_cpu = config.device == "cpu"
-        return Heartbeats(config.num_ranks, self._hang_timeout_s, cpu_counts=on_cpu)
+        return Heartbeats(config.num_ranks, limit_s, cpu_counts=on_cpu, slow_ranks=slow_ranks)
 
     def _end(self, state: GroupState, error: str) -> None:
         self._set_state(state, error)
