@@ -1,7 +1,7 @@
 """The ranks of one epoch of a group as an ingress reaches them: their inboxes, and one stream of tokens from all ranks.
 
 Valid for one lease of the ingress and one epoch of the group; after either has ended, a GroupClient opens the next one.
-A stream that has lost a message in either direction is opened again, without the other streams.
+A stream is opened again, without the other streams, after a message in either direction was lost or cannot be read.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ class GroupStreams:
 
     def lost(self, rank: int) -> None:
         """Open the stream of a rank again."""
-        self._give_up(rank, "a message of the rank is missing")
+        self._give_up(rank, "a message of the rank is missing or cannot be read")
 
     def _give_up(self, rank: int, reason: str | None) -> None:
         """Open a stream again, if there is a reason; until then its rank's outputs are dropped."""
