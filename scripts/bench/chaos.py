@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Coroutine
@@ -26,15 +27,26 @@ from typing import Any
 import httpx
 
 from scripts.bench import ROOT
-from scripts.bench.chaos_faults import BREAKS_CONNECTIONS, FAULTS, Failure, Victim, cause
+from scripts.bench.chaos_faults import (
+    BREAKS_CONNECTIONS,
+    FAULTS,
+    OF_ROOT,
+    OWN_FILE_SYSTEMS,
+    Failure,
+    Victim,
+    cause,
+)
 from scripts.bench.chaos_judge import control, judge
+from scripts.bench.chaos_ray_faults import MODEL_FOLDER
 from scripts.bench.chaos_resources import growth, measure
+from scripts.bench.chaos_scarcity import DISK, own_file_systems
 from scripts.bench.chaos_streams import Answer, Found, Request, reference, repeat, requests_of
 from scripts.bench.results import add_options, origin, save
-from scripts.bench.servers import ServerProcess, free_port
+from scripts.bench.servers import ServerProcess, free_port, phalanx
 
 CONFIG = ROOT / "configs" / "local.yaml"
 HOOKS = ROOT / "scripts" / "bench" / "fault_hooks"
+DEMO = ROOT / "cluster" / "share" / "models" / "demo"
 SETTLE_S = 3.0
 MODEL = "demo"
 
@@ -139,16 +151,30 @@ def spread(seconds: list[float]) -> dict[str, float]:
 def fault_list(text: str) -> list[str]:
     """The kinds of `--faults`."""
     names = list(FAULTS) if text == "all" else text.split(",")
-    unknown = [name for name in names if name not in FAULTS]
+    known = FAULTS | OF_ROOT
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(FAULTS)}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+    if os.geteuid() and (denied := [name for name in names if name in OF_ROOT]):
+        raise argparse.ArgumentTypeError(f"{denied[0]!r} needs root")
     return names
+
+
+def prepared(kinds: list[str], folder: Path) -> list[str]:
+    """Make what these kinds need in `folder`; return the settings by which the server uses it."""
+    found = []
+    if "checkpoint" in kinds:
+        shutil.copytree(DEMO, folder / MODEL_FOLDER)
+        found += [f"model.path={folder / MODEL_FOLDER}", f"serve.model_name={MODEL}"]
+    if OWN_FILE_SYSTEMS & set(kinds):
+        found += [f"kernels.cache={folder / DISK / 'kernels'}"]
+    return found
 
 
 def main() -> None:
     """Command line. Exit code 1 when a stream failed or a resource grew."""
     kinds = "; ".join(
-        f"{name}: {(fault.__doc__ or '').rstrip('.')}" for name, fault in FAULTS.items()
+        f"{name}: {(fault.__doc__ or '').rstrip('.')}" for name, fault in (FAULTS | OF_ROOT).items()
     )
     parser = argparse.ArgumentParser(description=__doc__, epilog=f"Failures: {kinds}.")
     parser.add_argument("--ranks", type=int, default=3)
@@ -156,7 +182,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=72, help="different requests")
     parser.add_argument("--failures", type=int, default=50)
     parser.add_argument(
-        "--faults", type=fault_list, default=["kill"], help="kinds, by commas; or all"
+        "--faults",
+        type=fault_list,
+        default=["kill"],
+        help="kinds, by commas; or all, without those of root",
     )
     parser.add_argument("--every-s", type=float, default=5.0, help="between failures, on average")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of a request")
@@ -169,10 +198,13 @@ def main() -> None:
     settings += ["cluster.rebuild_attempts=20", "model.max_model_len=1024", "cache.num_blocks=4096"]
     if "ubatch" in options.faults:  # on CPU, and with shm, no step is cut by itself
         settings += ["overlap.mode=on"]
-    command = [sys.executable, "-m", "cluster.cli", "serve", str(CONFIG)]
-    command += [part for setting in (*settings, *options.set) for part in ("--set", setting)]
     with tempfile.TemporaryDirectory(prefix="phalanx-chaos-") as name:
         folder = Path(name)
+        own = prepared(options.faults, folder)
+        command = phalanx("serve", CONFIG, [*settings, *own, *options.set])
+        if OWN_FILE_SYSTEMS & set(options.faults):
+            command = own_file_systems(command, folder)
+            os.environ["RAY_TMPDIR"] = str(folder / DISK)
         os.environ["PHALANX_FAULTS"] = name
         os.environ["PYTHONPATH"] = os.pathsep.join(
             [str(HOOKS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

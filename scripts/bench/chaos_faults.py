@@ -7,13 +7,15 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+
+from scripts.bench import chaos_ray_faults, chaos_scarcity
 
 POLL_S = 0.05
 STATE = re.compile(r"^(\w+), epoch (\d+)", re.M)
@@ -55,8 +57,13 @@ class Victim:
     def __init__(
         self, pid: int, log: Path, client: httpx.AsyncClient, folder: Path, num_ranks: int
     ):
-        self._pid, self._log, self._client, self._folder = pid, log, client, folder
+        self._pid, self._log, self._client, self.folder = pid, log, client, folder
         self.num_ranks = num_ranks
+
+    @property
+    def root(self) -> Path:
+        """The root folder as the server sees it, which may have file systems of its own."""
+        return Path(f"/proc/{self._pid}/root")
 
     def processes(self, title: str) -> list[psutil.Process]:
         """Return the living processes with `title` in their command line."""
@@ -74,6 +81,32 @@ class Victim:
             await asyncio.sleep(POLL_S)
             found = self.processes("RankActor")
         return found
+
+    async def appears(self, title: str) -> None:
+        """Return when there is a process with `title`."""
+        deadline = time.monotonic() + SERVING_S
+        while not self.processes(title):
+            assert time.monotonic() < deadline, f"no process {title}"
+            await asyncio.sleep(POLL_S)
+
+    async def gone(self, process: psutil.Process) -> None:
+        """Return when a process has ended."""
+        deadline = time.monotonic() + SERVING_S
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while process.is_running() and process.status() != "zombie":
+                assert time.monotonic() < deadline, f"process {process.pid} lives on"
+                await asyncio.sleep(POLL_S)
+
+    @contextlib.contextmanager
+    def stopped(self, title: str) -> Iterator[None]:
+        """Stop the process with `title` while the block runs."""
+        (process,) = self.processes(title)
+        process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
 
     def group(self) -> tuple[str, int]:
         """Return the last state and epoch that the server has printed."""
@@ -98,7 +131,7 @@ class Victim:
 
     async def arm(self, process: psutil.Process, point: str) -> None:
         """Let a point of a rank fail, and return when it has."""
-        path = self._folder / f"{process.pid}.{point}"
+        path = self.folder / f"{process.pid}.{point}"
         path.touch()
         deadline = time.monotonic() + SERVING_S
         while path.exists() and process.is_running():
@@ -108,7 +141,7 @@ class Victim:
     @contextlib.contextmanager
     def present(self, name: str) -> Any:
         """Let a file be there, see fault_hooks."""
-        path = self._folder / name
+        path = self.folder / name
         path.touch()
         try:
             yield
@@ -117,7 +150,7 @@ class Victim:
 
     async def poison(self, way: str) -> httpx.Response:
         """Send a request that fails each step of its rank, by SIGKILL (`die`) or an error; return the answer."""
-        path = self._folder / "poison"
+        path = self.folder / "poison"
         path.write_text(way)
         deadline = time.monotonic() + SERVING_S
         try:
@@ -163,7 +196,7 @@ async def stop(victim: Victim, rng: random.Random) -> None:
     """SIGSTOP of a rank; its process must be gone in the end."""
     process = rng.choice(await victim.ranks())
     process.send_signal(signal.SIGSTOP)
-    await gone(process)
+    await victim.gone(process)
 
 
 async def stop_and_continue(victim: Victim, rng: random.Random) -> None:
@@ -213,7 +246,7 @@ async def kill_ingress(victim: Victim, rng: random.Random) -> None:
     """SIGKILL of an HTTP process: its connections end, and its requests leave the ranks."""
     process = rng.choice(victim.processes("ray::ServeReplica"))
     process.kill()
-    await gone(process)
+    await victim.gone(process)
 
 
 async def stop_ingress(victim: Victim, rng: random.Random) -> None:
@@ -243,21 +276,33 @@ FAULTS: dict[str, Fault] = {
     "ingress-stop": stop_ingress,
     "lost": at_point("lost"),
     "reset": at_point("reset"),
+    "corrupt": at_point("corrupt"),
+    "garbage": at_point("garbage"),
+    "gather": chaos_ray_faults.corrupt_gather,
+    "files-ingress": chaos_scarcity.without_files("ray::ServeReplica", "An HTTP process"),
+    "files-rank": chaos_scarcity.without_files("RankActor", "A rank"),
+    "files-supervisor": chaos_scarcity.without_files("ray::Supervisor", "The supervisor"),
+    "memory": chaos_scarcity.no_memory,
+    "gcs-stop": chaos_ray_faults.stop_gcs,
+    "gcs-stop-kill": chaos_ray_faults.stop_gcs_and_kill,
+    "controller": chaos_ray_faults.kill_controller,
+    "checkpoint": chaos_ray_faults.checkpoint_gone,
 }
-WITHOUT_REBUILD = {"delay", "supervisor", "ingress", "ingress-stop", "lost", "reset"}
+OF_ROOT: dict[str, Fault] = {
+    "shm": chaos_scarcity.full_shm,
+    "disk": chaos_scarcity.full_disk,
+    "oom": chaos_scarcity.out_of_memory,
+}
+"""Failures that only root can cause."""
+OWN_FILE_SYSTEMS = {"shm", "disk"}
+WITHOUT_REBUILD = {
+    *("delay", "supervisor", "ingress", "ingress-stop", "lost", "reset", "corrupt", "garbage"),
+    *("gcs-stop", "controller"),
+}
 MAY_PASS = {"stop-continue"}
 """Failures that end by themselves, perhaps before the group notices."""
 UNNOTICED_S = 15.0
 BREAKS_CONNECTIONS = {"ingress"}
-
-
-async def gone(process: psutil.Process) -> None:
-    """Return when a process has ended."""
-    deadline = time.monotonic() + SERVING_S
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while process.is_running() and process.status() != "zombie":
-            assert time.monotonic() < deadline, f"process {process.pid} lives on"
-            await asyncio.sleep(POLL_S)
 
 
 async def cause(victim: Victim, kinds: Iterable[str], every_s: float, seed: int) -> list[Failure]:
@@ -270,7 +315,7 @@ async def cause(victim: Victim, kinds: Iterable[str], every_s: float, seed: int)
         failure = Failure(kind, time.monotonic())
         print(f"{number + 1}: {kind}", file=sys.stderr, flush=True)
         watching = asyncio.create_task(watch(victim, failure, before))
-        happened = await FAULTS[kind](victim, rng)
+        happened = await (FAULTS | OF_ROOT)[kind](victim, rng)
         await watching
         if happened is not None:
             failure.count_from(happened)

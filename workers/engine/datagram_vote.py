@@ -3,9 +3,8 @@
 The ranks of a host gather their rows through shared memory first. Then each rank sends the rows of its host to the
 rank of the same local index on every other host. A rank that misses a message requests it, and a thread of the peer
 sends it again, also while the peer computes or sleeps. An answer without the message shows that the peer lives, so a
-host without network is distinguished from a slow rank. Every datagram carries the epoch and a digest that only holders of
-the group's secret can make; others are dropped, and with them a datagram that was changed on its way. Knows nothing of the
-fields of a row.
+host without network is distinguished from a slow rank. Every datagram carries the epoch, and a digest with a secret of
+the group: a datagram of others, or one that was changed on its way, is dropped. Knows nothing of the fields of a row.
 """
 
 import contextlib
@@ -234,7 +233,7 @@ class DatagramVoteTransport(AbortableVote):
         return blake2b(content, digest_size=_DIGEST_BYTES, key=self._secret).digest()
 
     def _parse(self, message: bytes) -> tuple[int, int, int] | None:
-        """Return kind, number of the vote and sender; None for a datagram of another group or epoch, or a changed one."""
+        """Return kind, number of the vote and sender; None for a datagram that was changed, or of another group."""
         digest, content = message[:_DIGEST_BYTES], message[_DIGEST_BYTES:]
         if len(content) < _HEADER.size or not hmac.compare_digest(digest, self._digest(content)):
             self._note_refused()

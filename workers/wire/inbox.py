@@ -1,9 +1,9 @@
 """Messages to a rank while it serves: submit or abort a request, wake up for a vote.
 
 Sent over ZeroMQ like the tokens: a request reaches the engine 0.3 ms after it was sent; a call of the Ray actor took
-2 ms. Messages of one sender arrive in order, so an abort never overtakes its request. After a message that is missing or
-cannot be read, an inbox takes no more of that stream, until the ingress has opened another one. Every message carries its
-epoch, and an inbox drops messages of other epochs. Knows nothing of Ray.
+2 ms. Messages of one sender arrive in order, so an abort never overtakes its request. After a message that is missing
+or cannot be read, an inbox takes no more of that stream, until the ingress has opened another one. Every message
+carries its epoch, and an inbox drops messages of other epochs. Knows nothing of Ray.
 """
 
 import json
