@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from scripts.bench.chaos_faults import Victim
 
 GCS_STOPPED_S = 20.0
-CHECKPOINT_GONE_S = 8.0
+FAILED_REBUILDS = 2
 MODEL_FOLDER = "model"
 """In the folder of the fault points: a copy of the checkpoint, which the server reads."""
 
@@ -36,12 +36,12 @@ async def kill_controller(victim: "Victim", _rng: random.Random) -> None:
 
 
 async def checkpoint_gone(victim: "Victim", rng: random.Random) -> None:
-    """The folder of the model is away for 8 s, in which a rank dies."""
-    folder = victim.folder / MODEL_FOLDER
+    """The folder of the model is away while a rank dies, until two rebuilds have failed without it."""
+    folder, before = victim.folder / MODEL_FOLDER, victim.group()[1]
     away = folder.rename(folder.with_name("away"))
     try:
         rng.choice(await victim.ranks()).kill()
-        await asyncio.sleep(CHECKPOINT_GONE_S)
+        await victim.wait_group(lambda _, epoch: epoch > before + FAILED_REBUILDS)
     finally:
         away.rename(folder)
 
