@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import random
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ SHM_BYTES, DISK_BYTES = 512 * 1024 * 1024, 1024 * 1024 * 1024
 DISK = "disk"
 """In the folder of the fault points: the file system of Ray's session and of compiled kernels."""
 BLOCK = bytes(1024 * 1024)
+REMOVALS = 100
 CGROUPS = Path("/sys/fs/cgroup")
 LEFT_BYTES = 96 * 1024 * 1024
 """Memory that a process may take until the kernel ends it."""
@@ -120,29 +122,33 @@ def _write(file: int) -> None:
         raise _FullError from error
 
 
-async def no_memory(victim: "Victim", rng: random.Random) -> None:
+async def no_memory(victim: "Victim", rng: random.Random) -> float:
     """A rank gets no memory from the kernel: its next large allocation is an error."""
     process = rng.choice(await victim.ranks())
     before = process.rlimit(psutil.RLIMIT_AS)
     process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms, before[1]))
     try:
         await victim.arm(process, "memory")
+        happened = time.monotonic()
         await asyncio.sleep(SCARCE_S)
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.rlimit(psutil.RLIMIT_AS, before)
+    return happened
 
 
-async def out_of_memory(victim: "Victim", rng: random.Random) -> None:
+async def out_of_memory(victim: "Victim", rng: random.Random) -> float:
     """The kernel ends a rank because the memory of its cgroup is used up."""
     process = rng.choice(await victim.ranks())
-    with memory_group(process):
+    async with memory_group(process):
         await victim.arm(process, "memory")
+        happened = time.monotonic()
         await victim.gone(process)
+    return happened
 
 
-@contextlib.contextmanager
-def memory_group(process: psutil.Process) -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def memory_group(process: psutil.Process) -> AsyncIterator[None]:
     """Move a process to a cgroup of its own, where it may take LEFT_BYTES more; needs root."""
     first = (
         CGROUPS / "memory"
@@ -156,4 +162,13 @@ def memory_group(process: psutil.Process) -> Iterator[None]:
         (group / "cgroup.procs").write_text(str(process.pid))
         yield
     finally:
-        group.rmdir()
+        await _remove(group)
+
+
+async def _remove(group: Path) -> None:
+    """Remove a cgroup, once its process is no zombie any more."""
+    for _ in range(REMOVALS):
+        with contextlib.suppress(OSError):
+            return group.rmdir()
+        await asyncio.sleep(0.1)
+    group.rmdir()

@@ -21,9 +21,10 @@ REASON = hosts.unavailable() or (None if REDIS else "neither redis-server nor va
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1500),
 ]
 
+START_S = 600.0
 GONE_S = 5.0
 STOPPED_S = 20.0
 STORAGE = {"RAY_REDIS_ADDRESS": "127.0.0.1:6390"}
@@ -108,7 +109,7 @@ def kill_a_rank(host: Host, server: Server, expected: str) -> None:
 
 def test_streams_go_on_without_the_gcs_and_the_server_after_it(head: Host) -> None:
     server = Server(head, *SETTINGS, "overlap.mode=off")
-    server.wait_ready(240)
+    server.wait_ready(START_S)
     first = server.stream(NUM_TOKENS, 100)
     first.wait(150)
     expected = text_of(first)
