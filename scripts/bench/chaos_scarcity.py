@@ -169,6 +169,7 @@ async def _remove(group: Path) -> None:
     """Remove a cgroup, once its process is no zombie any more."""
     for _ in range(REMOVALS):
         with contextlib.suppress(OSError):
-            return group.rmdir()
+            group.rmdir()
+            return
         await asyncio.sleep(0.1)
-    group.rmdir()
+    raise TimeoutError(f"{group} cannot be removed")
