@@ -1,6 +1,6 @@
 """Failures of scripts/chaos by scarcity: a process has no descriptors or memory left, or the machine no space.
 
-Each lasts SCARCE_S, in which a rank dies, so that the server must make new processes, connections and shared memory
+Each lasts some seconds, in which a rank dies, so that the server must make new processes, connections and shared memory
 while it lacks something. Space runs out in file systems of the server's own, see `own_file_systems`.
 """
 
@@ -25,6 +25,7 @@ DISK = "disk"
 """In the folder of the fault points: the file system of Ray's session and of compiled kernels."""
 BLOCK = bytes(1024 * 1024)
 REMOVALS = 100
+FAILED_REBUILDS = 2
 CGROUPS = Path("/sys/fs/cgroup")
 LEFT_BYTES = 96 * 1024 * 1024
 """Memory that a process may take until the kernel ends it."""
@@ -82,10 +83,11 @@ async def no_descriptors(process: psutil.Process) -> AsyncIterator[None]:
 
 
 async def full_shm(victim: "Victim", rng: random.Random) -> None:
-    """/dev/shm is full for 6 s, in which a rank dies."""
+    """/dev/shm is full while a rank dies, until two rebuilds have failed without space."""
+    before = victim.group()[1]
     with full(victim.root / "dev" / "shm"):
         rng.choice(await victim.ranks()).kill()
-        await asyncio.sleep(SCARCE_S)
+        await victim.wait_group(lambda _, epoch: epoch > before + FAILED_REBUILDS)
 
 
 async def full_disk(victim: "Victim", rng: random.Random) -> None:
