@@ -10,7 +10,7 @@ import errno
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ DISK = "disk"
 """In the folder of the fault points: the file system of Ray's session and of compiled kernels."""
 BLOCK = bytes(1024 * 1024)
 REMOVALS = 100
+REFILL_S = 0.05
 FAILED_REBUILDS = 2
 CGROUPS = Path("/sys/fs/cgroup")
 LEFT_BYTES = 96 * 1024 * 1024
@@ -85,43 +86,46 @@ async def no_descriptors(process: psutil.Process) -> AsyncIterator[None]:
 async def full_shm(victim: "Victim", rng: random.Random) -> None:
     """/dev/shm is full while a rank dies, until two rebuilds have failed without space."""
     before = victim.group()[1]
-    with full(victim.root / "dev" / "shm"):
+    async with full(victim.root / "dev" / "shm"):
         rng.choice(await victim.ranks()).kill()
         await victim.wait_group(lambda _, epoch: epoch > before + FAILED_REBUILDS)
 
 
 async def full_disk(victim: "Victim", rng: random.Random) -> None:
     """The disk of Ray's session, its logs and compiled kernels is full for 6 s, in which a rank dies."""
-    with full(victim.root / str(victim.folder / DISK).lstrip("/")):
+    async with full(victim.root / str(victim.folder / DISK).lstrip("/")):
         rng.choice(await victim.ranks()).kill()
         await asyncio.sleep(SCARCE_S)
 
 
-@contextlib.contextmanager
-def full(folder: Path) -> Iterator[None]:
-    """Leave no space in the file system of a folder while the block runs."""
+@contextlib.asynccontextmanager
+async def full(folder: Path) -> AsyncIterator[None]:
+    """Leave no space in the file system of a folder while the block runs, also where other files are removed."""
     path = folder / "chaos-fills-this"
     with path.open("wb", buffering=0) as file:
+        _fill(file.fileno())
+        filling = asyncio.create_task(_keep_full(file.fileno()))
         try:
-            with contextlib.suppress(_FullError):
-                while True:
-                    _write(file.fileno())
             yield
         finally:
+            filling.cancel()
             path.unlink()
 
 
-class _FullError(Exception):
-    pass
+async def _keep_full(file: int) -> None:
+    while True:
+        await asyncio.sleep(REFILL_S)
+        _fill(file)
 
 
-def _write(file: int) -> None:
+def _fill(file: int) -> None:
+    """Write until there is no space."""
     try:
-        os.write(file, BLOCK)
+        while True:
+            os.write(file, BLOCK)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise _FullError from error
 
 
 async def no_memory(victim: "Victim", rng: random.Random) -> float:
