@@ -16,9 +16,12 @@ import httpx
 import psutil
 
 from scripts.bench import chaos_ray_faults, chaos_scarcity
+from scripts.bench.chaos_slow import slow
 
 POLL_S = 0.05
 STATE = re.compile(r"^(\w+), epoch (\d+)", re.M)
+SLOW = re.compile(r"rank (\d+) is slow: .* process (\d+) on")
+SLOW_METRIC = re.compile(r'^phalanx:slow_rank\{.*rank="(\d+)"\} 1', re.M)
 SERVING_S = 120.0
 """Time for a group to serve again."""
 STOPPED_S = 5.0
@@ -129,6 +132,19 @@ class Victim:
             return {}
         return dict((group["last_rebuild"] or {}).get("stages", {}))
 
+    def slow_rank(self, pid: int) -> int | None:
+        """Return the rank of a process that the log has called slow."""
+        found = SLOW.findall(self._log.read_text(errors="replace"))
+        return next((int(rank) for rank, other in reversed(found) if int(other) == pid), None)
+
+    async def slow_ranks(self) -> list[int]:
+        """Return the slow ranks of the metrics."""
+        try:
+            text = (await self._client.get("/metrics", timeout=5)).text
+        except httpx.HTTPError:
+            return []
+        return [int(rank) for rank in SLOW_METRIC.findall(text)]
+
     async def arm(self, process: psutil.Process, point: str) -> None:
         """Let a point of a rank fail, and return when it has."""
         path = self.folder / f"{process.pid}.{point}"
@@ -152,12 +168,13 @@ class Victim:
         """Send a request that fails each step of its rank, by SIGKILL (`die`) or an error; return the answer."""
         path = self.folder / "poison"
         path.write_text(way)
+        prompt = f"poison {time.monotonic_ns()}"  # an earlier one is refused
         deadline = time.monotonic() + SERVING_S
         try:
             while True:
                 try:
                     models = (await self._client.get("/v1/models")).json()["data"]
-                    body = {"model": models[0]["id"], "prompt": "poison", "seed": POISON_SEED}
+                    body = {"model": models[0]["id"], "prompt": prompt, "seed": POISON_SEED}
                     return await self._client.post("/v1/completions", json=body, timeout=SERVING_S)
                 except httpx.ConnectError:  # the ingress starts anew
                     assert time.monotonic() < deadline, "no ingress"
@@ -276,6 +293,7 @@ FAULTS: dict[str, Fault] = {
     "ingress-stop": stop_ingress,
     "lost": at_point("lost"),
     "reset": at_point("reset"),
+    "slow": slow,
     "corrupt": at_point("corrupt"),
     "garbage": at_point("garbage"),
     "gather": chaos_ray_faults.corrupt_gather,
@@ -297,10 +315,11 @@ OF_ROOT: dict[str, Fault] = {
 OWN_FILE_SYSTEMS = {"shm", "disk"}
 WITHOUT_REBUILD = {
     *("delay", "supervisor", "ingress", "ingress-stop", "lost", "reset", "corrupt", "garbage"),
-    *("gcs-stop", "controller"),
+    *("gcs-stop", "controller", "slow"),
 }
 MAY_PASS = {"stop-continue"}
 """Failures that end by themselves, perhaps before the group notices."""
+TWO_RANKS = {"two", "rebuild", "gather", "files-rank"}
 UNNOTICED_S = 15.0
 BREAKS_CONNECTIONS = {"ingress"}
 
@@ -311,18 +330,26 @@ async def cause(victim: Victim, kinds: Iterable[str], every_s: float, seed: int)
     failures = []
     for number, kind in enumerate(kinds):
         await asyncio.sleep(every_s * rng.uniform(0.5, 1.5))
-        before = await victim.wait_group(serves)
-        failure = Failure(kind, time.monotonic())
         print(f"{number + 1}: {kind}", file=sys.stderr, flush=True)
-        watching = asyncio.create_task(watch(victim, failure, before))
-        happened = await (FAULTS | OF_ROOT)[kind](victim, rng)
-        await watching
-        if happened is not None:
-            failure.count_from(happened)
-        failures.append(failure)
+        failures.append(await cause_one(victim, kind, rng))
     await victim.wait_group(serves)
     await only_ranks(victim)
     return failures
+
+
+async def cause_one(victim: Victim, kind: str, rng: random.Random) -> Failure:
+    """Cause one failure once the group serves, and return when it serves again."""
+    before = await victim.wait_group(serves)
+    failure = Failure(kind, time.monotonic())
+    watching = asyncio.create_task(watch(victim, failure, before))
+    try:
+        happened = await (FAULTS | OF_ROOT)[kind](victim, rng)
+        await watching
+    finally:
+        watching.cancel()
+    if happened is not None:
+        failure.count_from(happened)
+    return failure
 
 
 def serves(state: str, _: int) -> bool:
