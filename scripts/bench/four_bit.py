@@ -182,7 +182,8 @@ class Products:
 
     def measure_tiles(self, rows: int, rounds: int) -> dict[str, dict[str, float]]:
         """Return microseconds of each product alone by tile; of `triton_four_bit` only."""
-        from kernels.triton.grouped_gemm_four_bit import FourBitTile, grouped_gemm_four_bit
+        from kernels.triton.four_bit_tiles import FourBitTile
+        from kernels.triton.grouped_gemm_four_bit import grouped_gemm_four_bit
 
         routed = [self.draw(rows, seed) for seed in range(DRAWS)]
         mean, num_sms = routed[0].device_routing().mean_rows, self.gemm._num_sms  # type: ignore[attr-defined]
