@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kernels.activation import Activation
 from kernels.four_bit import BLOCK, FourBitWeights
-from kernels.triton.four_bit import expand, load_codes, load_scales
+from kernels.triton.four_bit import SHRUNK, expand, load_codes, load_scales, shrinks
 from kernels.triton.four_bit_tiles import FourBitTile
 from kernels.triton.gated_activation import activate
 from kernels.triton.grouped_gemm import _find_tile, _start
@@ -37,13 +37,14 @@ def _product(
     row_tile,
     factors,
     KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
     PACKED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Return out + weights @ tile.T of one block of 64 columns; factors are those of `load_scales`."""
     codes = load_codes(codes_at, row_tile, out.shape[0])
     scales, zeros, high_scales, high_zeros = factors
-    values = expand(codes, scales, zeros, high_scales, high_zeros, KIND, PACKED, DTYPE)
+    values = expand(codes, scales, zeros, high_scales, high_zeros, KIND, ZEROS, PACKED, DTYPE)
     return tl.dot(values, tile.T, out, input_precision="ieee")
 
 
@@ -78,6 +79,9 @@ def _multiply(
     TILE_W: tl.constexpr = out.shape[0]
     row_tile = num_blocks.to(tl.int64) * 2048
     at, up_at = codes_ptr + row // 64 * row_tile, codes_ptr + up_row // 64 * row_tile
+    SHRINKS: tl.constexpr = shrinks(KIND, ZEROS, PACKED)
+    if SHRINKS:
+        out, up = out * (1.0 / SHRUNK), up * (1.0 / SHRUNK)
     for block in tl.range(first, end, loop_unroll_factor=UNROLL):
         places = block * 64 + tl.arange(0, 64)
         if ORDERED:
@@ -86,12 +90,16 @@ def _multiply(
         factors = load_scales(
             scales_ptr, zeros_ptr, row, num_rows, block, GROUP, KIND, ZEROS, TILE_W
         )
-        out = _product(out, tile, at + block * 2048, row_tile, factors, KIND, PACKED, DTYPE)
+        out = _product(out, tile, at + block * 2048, row_tile, factors, KIND, ZEROS, PACKED, DTYPE)
         if GATED:
             factors = load_scales(
                 scales_ptr, zeros_ptr, up_row, num_rows, block, GROUP, KIND, ZEROS, TILE_W
             )
-            up = _product(up, tile, up_at + block * 2048, row_tile, factors, KIND, PACKED, DTYPE)
+            up = _product(
+                up, tile, up_at + block * 2048, row_tile, factors, KIND, ZEROS, PACKED, DTYPE
+            )
+    if SHRINKS:
+        out, up = out * SHRUNK, up * SHRUNK
     return out, up
 
 
