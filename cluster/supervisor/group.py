@@ -13,11 +13,7 @@ from typing import Any
 from cluster.errors import SHUTDOWN_REASON
 from cluster.supervisor import epoch_watch, placement, relocation
 from cluster.supervisor.change import PendingChange
-from cluster.supervisor.failures import (
-    RankDiedError,
-    checkpoint_unreadable,
-    failure_message,
-)
+from cluster.supervisor.failures import RankDiedError, checkpoint_unreadable, failure_message
 from cluster.supervisor.formation import Formation, visible_gpus
 from cluster.supervisor.group_spec import GroupSpec
 from cluster.supervisor.heartbeat import Hang, Heartbeats, HungRankError
@@ -26,6 +22,7 @@ from cluster.supervisor.placement import NodeLostError, PlacementError
 from cluster.supervisor.ray_calls import result
 from cluster.supervisor.recovery import find_memberships, recover
 from cluster.supervisor.roster import Roster
+from cluster.supervisor.slow_ranks import SlowRanks
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupState, GroupStatus, Rebuild
 from kernels.host.owned import OwnedTask
 from workers.config import RankConfig
@@ -53,6 +50,7 @@ class Group:
     rebuild_attempts: rebuilds in a row that may fail, or serve for less than STABLE_S; 0 = a failed rank ends the
         group.
     standby_ranks, shrink: see Roster.
+    slow_ranks: finds the slow ones; without it, none is slow.
     epoch_begins: called with the number of each epoch before a rank joins it.
     """
 
@@ -66,6 +64,7 @@ class Group:
         rebuild_attempts: int = 0,
         standby_ranks: int = 0,
         shrink: bool = False,
+        slow_ranks: SlowRanks | None = None,
         epoch_begins: Callable[[int], Awaitable[None]] = _keep_nothing,
     ):
         self.spec = spec
@@ -91,6 +90,7 @@ class Group:
         self._rebuild_attempts = rebuild_attempts
         self._num_failures = 0  # in a row
         self._failed: set[int] = set()
+        self._slow_ranks = slow_ranks or SlowRanks()
         self._heartbeats = self._new_heartbeats()
         self._hang: Hang | None = None
         self._serving_since = 0.0
@@ -115,6 +115,7 @@ class Group:
         """The status, with the progress that the ranks report now."""
         status = self.status
         status.vote_ages = self._heartbeats.vote_ages() if self.health.alive else []
+        status.slow, status.slowdowns = self._slow_ranks.slow, self._slow_ranks.slowdowns
         if status.state in ("starting", "rebuilding"):
             await self._formation.refresh_progress()
         return status
@@ -193,7 +194,8 @@ class Group:
 
         Returns the reason, or None if the group was stopped or a change of it is to begin.
         """
-        self._heartbeats = self._new_heartbeats()
+        self._slow_ranks.begin(self.status.locations)
+        self._heartbeats = self._new_heartbeats(self._slow_ranks)
         ended = await epoch_watch.watch(
             self._roster.ranks, self.status.epoch, self._heartbeats, self._change
         )
@@ -279,10 +281,9 @@ class Group:
                 return
         if self.health.ended:
             return
-        if 0 < self._rebuild_attempts < self._num_failures:
-            reason += (
-                f" (after {self._rebuild_attempts} rebuilds in a row, cluster.rebuild_attempts)"
-            )
+        attempts = self._rebuild_attempts
+        if 0 < attempts < self._num_failures:
+            reason += f" (after {attempts} rebuilds in a row, cluster.rebuild_attempts)"
         self.fail(reason)
 
     async def _replace(self, change: PendingChange | None) -> set[int]:
@@ -344,9 +345,8 @@ class Group:
             done = [rank.done.remote(epoch) for rank in self._roster.ranks]
             self._roster.ranks[0].stop.remote(epoch)
             try:
-                ended = asyncio.gather(*map(result, done), return_exceptions=True)
                 async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await ended
+                    await asyncio.gather(*map(result, done), return_exceptions=True)
             except TimeoutError:
                 logger.warning("ranks did not stop within %g s and are killed", STOP_TIMEOUT_S)
         self._kill()
@@ -378,10 +378,10 @@ class Group:
         """The GPUs that a process with this description is to see."""
         return visible_gpus(self.status.locations, placement.located(-1, facts))
 
-    def _new_heartbeats(self) -> Heartbeats:
-        config = self._roster.config
+    def _new_heartbeats(self, slow_ranks: SlowRanks | None = None) -> Heartbeats:
+        config, limit_s = self._roster.config, self._hang_timeout_s
         on_cpu = config.device == "cpu"
-        return Heartbeats(config.num_ranks, self._hang_timeout_s, cpu_counts=on_cpu)
+        return Heartbeats(config.num_ranks, limit_s, cpu_counts=on_cpu, slow_ranks=slow_ranks)
 
     def _end(self, state: GroupState, error: str) -> None:
         self._set_state(state, error)

@@ -23,6 +23,7 @@ from cluster.supervisor.leases import LEASE_S, Leases, WatchedTime
 from cluster.supervisor.placement import num_gpus
 from cluster.supervisor.pool import ModelPool
 from cluster.supervisor.saved_state import PoolState
+from cluster.supervisor.slow_ranks import SlowRanks
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus
 from kernels.host.owned import OwnedTask
 from workers import hub
@@ -98,6 +99,7 @@ class Supervisor:
             rebuild_attempts=cluster.rebuild_attempts,
             standby_ranks=cluster.standby_ranks,
             shrink=cluster.shrink,
+            slow_ranks=SlowRanks(cluster.slow_rank_factor, replace=cluster.replace_slow_rank),
             epoch_begins=partial(self._note_epoch, spec.name),
         )
 

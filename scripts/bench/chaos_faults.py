@@ -15,8 +15,12 @@ from typing import Any
 import httpx
 import psutil
 
+from scripts.bench.chaos_slow import slow
+
 POLL_S = 0.05
 STATE = re.compile(r"^(\w+), epoch (\d+)", re.M)
+SLOW = re.compile(r"rank (\d+) is slow: .* process (\d+) on")
+SLOW_METRIC = re.compile(r'^phalanx:slow_rank\{.*rank="(\d+)"\} 1', re.M)
 SERVING_S = 120.0
 """Time for a group to serve again."""
 STOPPED_S = 5.0
@@ -96,6 +100,19 @@ class Victim:
             return {}
         return dict((group["last_rebuild"] or {}).get("stages", {}))
 
+    def slow_rank(self, pid: int) -> int | None:
+        """Return the rank of a process that the log has called slow."""
+        found = SLOW.findall(self._log.read_text(errors="replace"))
+        return next((int(rank) for rank, other in reversed(found) if int(other) == pid), None)
+
+    async def slow_ranks(self) -> list[int]:
+        """Return the slow ranks of the metrics."""
+        try:
+            text = (await self._client.get("/metrics", timeout=5)).text
+        except httpx.HTTPError:
+            return []
+        return [int(rank) for rank in SLOW_METRIC.findall(text)]
+
     async def arm(self, process: psutil.Process, point: str) -> None:
         """Let a point of a rank fail, and return when it has."""
         path = self._folder / f"{process.pid}.{point}"
@@ -119,12 +136,13 @@ class Victim:
         """Send a request that fails each step of its rank, by SIGKILL (`die`) or an error; return the answer."""
         path = self._folder / "poison"
         path.write_text(way)
+        prompt = f"poison {time.monotonic_ns()}"  # an earlier one is refused
         deadline = time.monotonic() + SERVING_S
         try:
             while True:
                 try:
                     models = (await self._client.get("/v1/models")).json()["data"]
-                    body = {"model": models[0]["id"], "prompt": "poison", "seed": POISON_SEED}
+                    body = {"model": models[0]["id"], "prompt": prompt, "seed": POISON_SEED}
                     return await self._client.post("/v1/completions", json=body, timeout=SERVING_S)
                 except httpx.ConnectError:  # the ingress starts anew
                     assert time.monotonic() < deadline, "no ingress"
@@ -243,10 +261,12 @@ FAULTS: dict[str, Fault] = {
     "ingress-stop": stop_ingress,
     "lost": at_point("lost"),
     "reset": at_point("reset"),
+    "slow": slow,
 }
-WITHOUT_REBUILD = {"delay", "supervisor", "ingress", "ingress-stop", "lost", "reset"}
+WITHOUT_REBUILD = {"delay", "supervisor", "ingress", "ingress-stop", "lost", "reset", "slow"}
 MAY_PASS = {"stop-continue"}
 """Failures that end by themselves, perhaps before the group notices."""
+TWO_RANKS = {"two", "rebuild"}
 UNNOTICED_S = 15.0
 BREAKS_CONNECTIONS = {"ingress"}
 
@@ -266,18 +286,26 @@ async def cause(victim: Victim, kinds: Iterable[str], every_s: float, seed: int)
     failures = []
     for number, kind in enumerate(kinds):
         await asyncio.sleep(every_s * rng.uniform(0.5, 1.5))
-        before = await victim.wait_group(serves)
-        failure = Failure(kind, time.monotonic())
         print(f"{number + 1}: {kind}", file=sys.stderr, flush=True)
-        watching = asyncio.create_task(watch(victim, failure, before))
-        happened = await FAULTS[kind](victim, rng)
-        await watching
-        if happened is not None:
-            failure.count_from(happened)
-        failures.append(failure)
+        failures.append(await cause_one(victim, kind, rng))
     await victim.wait_group(serves)
     await only_ranks(victim)
     return failures
+
+
+async def cause_one(victim: Victim, kind: str, rng: random.Random) -> Failure:
+    """Cause one failure once the group serves, and return when it serves again."""
+    before = await victim.wait_group(serves)
+    failure = Failure(kind, time.monotonic())
+    watching = asyncio.create_task(watch(victim, failure, before))
+    try:
+        happened = await FAULTS[kind](victim, rng)
+        await watching
+    finally:
+        watching.cancel()
+    if happened is not None:
+        failure.count_from(happened)
+    return failure
 
 
 def serves(state: str, _: int) -> bool:
