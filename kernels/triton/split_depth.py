@@ -12,7 +12,7 @@ import triton.language as tl
 
 # Counters of tiles, and parts of a tile, that there can be.
 MOST_TILES = 2**14
-MOST_PARTS = tl.constexpr(8)
+MOST_PARTS = tl.constexpr(4)
 
 
 def new_counters(device: torch.device | str) -> torch.Tensor:
