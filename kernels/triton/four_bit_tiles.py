@@ -49,28 +49,30 @@ SLOW = FourBitTile(16, BLOCK, 4, 2, 1)
 
 
 def up_tile(mean: float, dtype: torch.dtype, width: int) -> FourBitTile:
-    """Return the tile of a gated product with this mean number of rows of an expert and this many outputs."""
-    if dtype != torch.bfloat16:
-        return SLOW
-    if mean <= FEW_ROWS:
-        return FourBitTile(16, 64, 4, 5, 3, unroll=2, early=True, splits=MOST_PARTS.value)
-    if mean <= 16:
-        return FourBitTile(16, 64, 4, 4, 4, unroll=2, early=True)
-    if (
-        mean <= 64
-    ):  # 0.71 to 0.8 of the time of 32 and 64 rows by 64 columns, docs/results/gpu-four-bit.json
-        return FourBitTile(64, min(128, width), 4, 4, 2)
-    return FourBitTile(128, min(128, width), 8, 3, 1)
+    """Return the tile of a gated product with this mean number of rows of an expert and this many outputs.
+
+    The fastest of those in docs/results/gpu-four-bit.json.
+    """
+    if dtype == torch.bfloat16 and mean <= FEW_ROWS:
+        return FourBitTile(16, 64, 4, 4, 4, unroll=2, early=True, splits=MOST_PARTS.value)
+    return _tile(mean, dtype, width, num_stages=3)
 
 
 def down_tile(mean: float, dtype: torch.dtype, width: int) -> FourBitTile:
     """Return the tile of a product that is not gated, see `up_tile`."""
+    columns = min(128, width)
+    if dtype == torch.bfloat16 and mean <= FEW_ROWS:
+        return FourBitTile(16, columns, 4, 5, 3, early=True, splits=MOST_PARTS.value)
+    return _tile(mean, dtype, width, num_stages=4)
+
+
+def _tile(mean: float, dtype: torch.dtype, width: int, num_stages: int) -> FourBitTile:
+    """Return the tile of either product with more rows; num_stages: with many."""
+    columns = min(128, width)
     if dtype != torch.bfloat16:
         return SLOW
-    if mean <= FEW_ROWS:
-        return FourBitTile(16, 64, 4, 5, 4, unroll=2, early=True, splits=MOST_PARTS.value)
     if mean <= 16:
-        return FourBitTile(16, 64, 4, 4, 4, unroll=2, early=True)
+        return FourBitTile(16, columns, 4, 4, 3, early=True)
     if mean <= 64:
-        return FourBitTile(64, min(128, width), 4, 4, 2)
-    return FourBitTile(128, min(128, width), 8, 4, 1)
+        return FourBitTile(64, columns, 4, 4, 2)
+    return FourBitTile(128, columns, 8, num_stages, 1)
