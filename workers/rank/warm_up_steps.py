@@ -116,7 +116,13 @@ class WarmUpSteps:
                 batch = scheduler.schedule()
                 num_rows = batch.num_tokens
                 padded = num_rows if self.equal_tokens else 0
-                plan = StepPlan(True, self.dims.equal_counts(num_rows), padded)
+                plan = StepPlan(
+                    True,
+                    self.dims.equal_counts(num_rows),
+                    padded,
+                    draft_steps=self.num_drafts,  # of a draft model, if the runner has one
+                    draft_rows=int(np.count_nonzero(batch.num_logits)),
+                )
                 output = runner.launch(batch, plan)
                 scheduler.launched(batch)
                 scheduler.commit(batch, output.wait())
