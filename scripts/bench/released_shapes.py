@@ -144,6 +144,7 @@ SHAPES = {
     "qwen3-30b-a3b": QWEN3_30B,
     "deepseek-v3": DEEPSEEK_V3,
     "gpt-oss-120b": GPT_OSS_120B,
+    "gpt-oss-20b": GPT_OSS_120B | {"num_hidden_layers": 24, "num_local_experts": 32},
     "glm-4.5-air": GLM_4_5_AIR,
     "qwen3.6-35b-a3b": QWEN3_6_35B,
 }
