@@ -12,7 +12,7 @@ from workers.config import SpeculationConfig
 from workers.speculation.depth import Acceptance, choose_depths
 from workers.speculation.drafter import Drafter
 from workers.speculation.ngram import NGramDrafter
-from workers.speculation.step_times import StepTimes
+from workers.speculation.step_times import DraftCosts
 from workers.step.sequence import Sequence
 
 
@@ -30,7 +30,7 @@ class Speculator:
             config.adaptive,
         )
         self._acceptance: dict[Sequence, Acceptance] = {}
-        self._waiting, self._overlapping = StepTimes(), StepTimes()
+        self._costs = DraftCosts()
         self._least = 0.0  # acceptance from which drafts pay
 
     def committed(self, seq: Sequence) -> None:
@@ -50,7 +50,9 @@ class Speculator:
         seqs         sequences that take drafts
         num_decodes  sequences that decode in the step, these among them
         """
-        self._least = self._least_acceptance(num_decodes)
+        # With a draft for each sequence, tokens rise by the share of right guesses.
+        costs = self._costs.expected(num_decodes, max(1, num_decodes))
+        self._least = float(costs[-1]) - 1
         most = min(self._most, budget)
         found = [(seq, drafts) for seq in seqs if (drafts := self._drafter.propose(seq, most))]
         if not found:
@@ -61,10 +63,10 @@ class Speculator:
                 np.array([self._acceptance[seq].share for seq, _ in found]),
                 available_S,
                 num_decodes,
-                budget,
-                self._drafting,
-                self._alone.expected(num_decodes),
+                self._costs.expected(num_decodes, min(budget, int(available_S.sum()))),
             )
+            if not depths.any():
+                self._costs.relax()
         else:
             left_S = budget - available_S.cumsum() + available_S
             depths = available_S.clip(max=left_S.clip(min=0))
@@ -72,29 +74,14 @@ class Speculator:
             if depth:
                 yield seq, drafts[:depth]
 
-    def observe(self, rows: int, seconds: float, *, overlapping: bool) -> None:
-        """Count a step without prompts: rows of the busiest rank; overlapping: the next step was launched before."""
-        (self._overlapping if overlapping else self._waiting).observe(rows, seconds)
+    def observe(self, rows: int, num_drafts: int, seconds: float) -> None:
+        """Count a step without prompts: rows of the busiest rank, and drafts of this rank."""
+        self._costs.observe(rows, num_drafts, seconds)
 
     def forget(self, seq: Sequence) -> None:
         """Free what is kept of a sequence that has ended."""
         self._acceptance.pop(seq, None)
         self._drafter.forget(seq)
-
-    @property
-    def _drafting(self) -> StepTimes:
-        """Times of steps that wait for tokens, as steps with drafts do."""
-        return self._waiting if self._waiting.known else self._overlapping
-
-    @property
-    def _alone(self) -> StepTimes:
-        """Times of steps without drafts."""
-        return self._overlapping if self._overlapping.known else self._waiting
-
-    def _least_acceptance(self, num_decodes: int) -> float:
-        """Return the acceptance from which a draft for each sequence pays."""
-        rows = max(1, num_decodes)
-        return self._drafting.expected(2 * rows) / self._alone.expected(rows) - 1
 
 
 def make_speculator(config: SpeculationConfig) -> Speculator | None:
