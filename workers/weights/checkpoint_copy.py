@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.host.owned import start_thread
-from workers.weights.checkpoint_files import FileFacts
+from workers.weights.checkpoint_files import CheckpointError, FileFacts
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ ATTEMPTS = 3
 NUM_STREAMS = 4  # one TCP connection and one core for SHA-256 each
 
 
-class CopyError(ValueError):
+class CopyError(CheckpointError):
     """A checkpoint cannot be copied from another node."""
 
 
