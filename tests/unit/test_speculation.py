@@ -10,7 +10,7 @@ from workers.config import SpeculationConfig
 from workers.speculation.depth import Acceptance, choose_depths
 from workers.speculation.ngram import NGRAM, NGramDrafter
 from workers.speculation.speculator import Speculator, make_speculator
-from workers.speculation.step_times import StepTimes
+from workers.speculation.step_times import DraftCosts, StepTimes
 from workers.step.sequence import Sequence
 
 few_tokens = st.lists(st.integers(0, 2), max_size=14)
@@ -111,30 +111,62 @@ def test_one_slow_step_changes_little():
     assert times.expected(4) < 1.2
 
 
+def test_what_steps_with_drafts_take_beside_their_rows_is_their_excess():
+    costs = DraftCosts()
+    for _ in range(60):
+        for rows in (2, 4, 6):
+            costs.observe(rows, 0, 1.0 + 0.1 * rows)
+    plain = costs.expected(4, 3)
+    assert plain == pytest.approx(1 + 0.1 / 1.4 * np.arange(1, 4), rel=0.02)
+    for _ in range(5):
+        costs.observe(6, 2, 2 * 1.6)
+    raised = costs.expected(4, 2)
+    assert (raised > 1.2 * plain[:2]).all()
+    for _ in range(3000):
+        costs.relax()
+    assert (costs.expected(4, 2) < 1.1 * raised / 1.2).all()
+
+
 sequences = st.lists(st.tuples(st.floats(0, 1), st.integers(1, 4)), min_size=1, max_size=3)
 
 
 @given(sequences, st.integers(0, 3), st.integers(0, 9), st.floats(0, 1))
 def test_the_chosen_drafts_have_the_best_rate_of_all(seqs, others, budget, per_row):
     """Among all numbers of drafts of all sequences."""
-    times = StepTimes()
-    for rows in (1, 2, 3, 4, 5, 6) * 100:
-        times.observe(rows, 1.0 + per_row * rows)
+    costs = 1.1 + per_row * np.arange(1, 1 + budget)
     share, available = map(np.array, zip(*seqs, strict=True))
     num_decodes = len(seqs) + others
-    alone_s = times.expected(num_decodes)
 
     def rate(depths) -> float:
         tokens = num_decodes + sum(
             share[i] ** (place + 1) for i, depth in enumerate(depths) for place in range(depth)
         )
-        rows = num_decodes + sum(depths)
-        return tokens / times.expected(rows)
+        return tokens / (costs[sum(depths) - 1] if sum(depths) else 1.0)
 
-    found = choose_depths(share, available, num_decodes, budget, times, alone_s)
+    found = choose_depths(share, available, num_decodes, costs)
     assert (found <= available).all() and found.sum() <= budget
     best = max(rate(depths) for depths in np.ndindex(*(available + 1)) if sum(depths) <= budget)
     assert rate(found.tolist()) == pytest.approx(best, rel=1e-6)
+
+
+def test_a_step_that_once_was_slow_is_tried_again():
+    """While a draft is there and none is taken, its cost is taken for a little less."""
+    drafts = speculator()
+    seq = sequence([1], output=[4] * 40)
+    drafts.committed(seq)
+    drafts.observe(1, 0, 1.0)
+    for _ in range(5):
+        drafts.observe(5, 4, 20.0)
+    taken = 0
+    for _ in range(2000):
+        seq.token_ids.append(4)
+        drafts.committed(seq)
+        if found := list(drafts.drafts([seq], 1, 8)):
+            taken += 1
+            drafts.observe(1 + len(found[0][1]), len(found[0][1]), 1.5)
+        else:
+            drafts.observe(1, 0, 1.0)
+    assert taken > 500
 
 
 def speculator(**options) -> Speculator:
@@ -146,8 +178,8 @@ def speculator(**options) -> Speculator:
 def test_drafts_end_when_guesses_are_wrong_and_begin_when_they_are_right_again():
     """Guesses are compared with tokens also where they are not drafted, so no row is spent to begin again."""
     drafts = speculator()
-    for rows in (1, 2, 3, 4, 5) * 20:
-        drafts.observe(rows, 1.0 + 0.3 * rows, overlapping=False)
+    for count in (0, 1, 2, 3, 4) * 20:
+        drafts.observe(1 + count, count, 1.0 + 0.3 * (count > 0) + 0.1 * count)
     seq = sequence([0])
     drafts.committed(seq)
     chance = np.random.default_rng(0)
@@ -157,7 +189,10 @@ def test_drafts_end_when_guesses_are_wrong_and_begin_when_they_are_right_again()
         for token in tokens:
             seq.token_ids.append(int(token))
             drafts.committed(seq)
-            spent.append(bool(list(drafts.drafts([seq], 1, 8))))
+            found = list(drafts.drafts([seq], 1, 8))
+            count = len(found[0][1]) if found else 0
+            drafts.observe(1 + count, count, 1.0 + 0.3 * (count > 0) + 0.1 * count)
+            spent.append(bool(count))
         return spent
 
     noise = run(chance.integers(0, 8, 400))
@@ -170,8 +205,8 @@ def test_drafts_end_when_guesses_are_wrong_and_begin_when_they_are_right_again()
 def test_a_sequence_waits_for_its_token_only_while_drafts_pay():
     drafts = speculator()
     seq = sequence([1, 2, 3, 4], output=[9, 9, 9, 9, 9])
-    for rows, seconds in ((1, 1.0), (2, 1.9)) * 50:
-        drafts.observe(rows, seconds, overlapping=True)
+    for count, seconds in ((0, 1.0), (1, 1.9)) * 50:
+        drafts.observe(1 + count, count, seconds)
     drafts.committed(seq)
     list(drafts.drafts([], 1, 8))
     assert not drafts._drafter.propose(seq, 0) and drafts._drafter.has_drafts(seq)

@@ -298,8 +298,8 @@ class Engine:
         self._committed_at = now
         speculator, plan = self.scheduler.speculator, step.plan
         if speculator is not None and before and not plan.prefill_tokens:
-            rows, overlapping = max(plan.num_tokens_across_dp), bool(self._in_flight)
-            speculator.observe(rows, now - before, overlapping=overlapping)
+            num_drafts = step.batch.num_tokens - len(step.batch.seqs)
+            speculator.observe(max(plan.num_tokens_across_dp), num_drafts, now - before)
         if self._prefill_cap is not None and step.prefill_cap and before:
             self._prefill_cap.observe(now - before, step.plan.prefill_tokens, step.prefill_cap)
 

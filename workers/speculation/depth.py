@@ -5,8 +5,6 @@ S sequences with drafts, K the most drafts of one.
 
 import numpy as np
 
-from workers.speculation.step_times import StepTimes
-
 PRIOR = 0.5
 """Share of a new sequence's guesses that counts as right, with the weight of PRIOR_GUESSES."""
 
@@ -14,6 +12,9 @@ PRIOR_GUESSES = 2.0
 
 DECAY = 0.9
 """Weight of a guess against the next one: about ten guesses count."""
+
+LEAST_COST = 1.0
+"""No step with drafts counts as faster than a step without, whatever the noise of its measurement."""
 
 
 class Acceptance:
@@ -42,9 +43,7 @@ def choose_depths(
     acceptance_S: np.ndarray,
     available_S: np.ndarray,
     num_decodes: int,
-    budget: int,
-    times: StepTimes,
-    alone_s: float,
+    costs_N: np.ndarray,
 ) -> np.ndarray:
     """Return the number of drafts of each sequence, int64 [S].
 
@@ -54,21 +53,17 @@ def choose_depths(
     acceptance_S   float64, probability that a guess is right
     available_S    int64, drafts that there are
     num_decodes    sequences that decode in the step, with drafts or without
-    budget         most drafts together
-    times          of steps with drafts
-    alone_s        expected seconds of the step without drafts
+    costs_N        float64, expected time of a step with 1 to N drafts; that of a step without is 1
     """
     depths_SK = np.arange(1, available_S.max(initial=0) + 1)
     survival_SK = acceptance_S[:, None] ** depths_SK
     there_SK = depths_SK <= available_S[:, None]
     seq_N, survival_N = there_SK.nonzero()[0], survival_SK[there_SK]
-    order_N = (-survival_N).argsort(kind="stable")[:budget]
+    order_N = (-survival_N).argsort(kind="stable")[: len(costs_N)]
     if not len(order_N):
         return np.zeros(len(acceptance_S), dtype=np.int64)
     tokens_N = num_decodes + survival_N[order_N].cumsum()
-    rows_N = num_decodes + 1 + np.arange(len(order_N))
-    seconds_N = times.expected(0) + times.seconds_per_row * rows_N
-    rates_N = tokens_N / np.maximum(seconds_N, 1e-9)
+    rates_N = tokens_N / np.maximum(costs_N[: len(order_N)], LEAST_COST)
     best = int(rates_N.argmax())
-    count = best + 1 if rates_N[best] > num_decodes / alone_s else 0
+    count = best + 1 if rates_N[best] > num_decodes else 0
     return np.bincount(seq_N[order_N[:count]], minlength=len(acceptance_S))

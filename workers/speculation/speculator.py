@@ -13,7 +13,7 @@ from workers.speculation.depth import Acceptance, choose_depths
 from workers.speculation.drafter import Drafter, Guesses
 from workers.speculation.model_drafter import ModelDrafter
 from workers.speculation.ngram import NGramDrafter
-from workers.speculation.step_times import StepTimes
+from workers.speculation.step_times import DraftCosts
 from workers.step.sequence import Sequence
 
 
@@ -33,7 +33,7 @@ class Speculator:
         self._synthetic = config.accept_lengths is not None
         self.uses_model = config.uses_model
         self._acceptance: dict[Sequence, Acceptance] = {}
-        self._waiting, self._overlapping = StepTimes(), StepTimes()
+        self._costs = DraftCosts()
         self._least = 0.0  # acceptance from which drafts pay
 
     def committed(
@@ -68,7 +68,9 @@ class Speculator:
         seqs         sequences that take drafts
         num_decodes  sequences that decode in the step, these among them
         """
-        self._least = self._least_acceptance(num_decodes)
+        # With a draft for each sequence, tokens rise by the share of right guesses.
+        costs = self._costs.expected(num_decodes, max(1, num_decodes))
+        self._least = float(costs[-1]) - 1
         most = min(self._most, budget)
         found = [(seq, drafts) for seq in seqs if (drafts := self._drafter.propose(seq, most))]
         if not found:
@@ -79,10 +81,10 @@ class Speculator:
                 np.array([self._acceptance[seq].share for seq, _ in found]),
                 available_S,
                 num_decodes,
-                budget,
-                self._drafting,
-                self._alone.expected(num_decodes),
+                self._costs.expected(num_decodes, min(budget, int(available_S.sum()))),
             )
+            if not depths.any():
+                self._costs.relax()
         else:
             left_S = budget - available_S.cumsum() + available_S
             depths = available_S.clip(max=left_S.clip(min=0))
@@ -94,29 +96,14 @@ class Speculator:
         """Return how many tokens a draft model is to draft of each of these sequences behind the next step."""
         return self._most if any(seq.speculates for seq in seqs) else 1
 
-    def observe(self, rows: int, seconds: float, *, overlapping: bool) -> None:
-        """Count a step without prompts: rows of the busiest rank; overlapping: the next step was launched before."""
-        (self._overlapping if overlapping else self._waiting).observe(rows, seconds)
+    def observe(self, rows: int, num_drafts: int, seconds: float) -> None:
+        """Count a step without prompts: rows of the busiest rank, and drafts of this rank."""
+        self._costs.observe(rows, num_drafts, seconds)
 
     def forget(self, seq: Sequence) -> None:
         """Free what is kept of a sequence that has ended."""
         self._acceptance.pop(seq, None)
         self._drafter.forget(seq)
-
-    @property
-    def _drafting(self) -> StepTimes:
-        """Times of steps that wait for tokens, as steps with drafts do."""
-        return self._waiting if self._waiting.known else self._overlapping
-
-    @property
-    def _alone(self) -> StepTimes:
-        """Times of steps without drafts."""
-        return self._overlapping if self._overlapping.known else self._waiting
-
-    def _least_acceptance(self, num_decodes: int) -> float:
-        """Return the acceptance from which a draft for each sequence pays."""
-        rows = max(1, num_decodes)
-        return self._drafting.expected(2 * rows) / self._alone.expected(rows) - 1
 
 
 def make_speculator(config: SpeculationConfig) -> Speculator | None:
