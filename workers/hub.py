@@ -17,6 +17,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Configuration, tokenizer, chat template and the index of the weights: all that a start reads before the weights.
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
+# Of sentence-transformers: what follows the model, and a small file for each such step.
+MODULES, MODULE_CONFIGS = "modules.json", "[0-9]*_*/config.json"
 SUBFOLDERS = "*/*"  # hold other formats and adapters; in the patterns of the Hub, * matches a / too
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -59,7 +61,10 @@ def fetch_description(name: str, revision: str | None) -> str:
     Without a connection the cached files count. A process reads a branch once. Raises HubError.
     """
     with _no_bars():
-        return _fetch(name, revision, DESCRIPTION, ignored=SUBFOLDERS).name
+        folder = _fetch(name, revision, DESCRIPTION, ignored=SUBFOLDERS)
+        if (folder / MODULES).exists():
+            _fetch(name, folder.name, (MODULE_CONFIGS,))
+    return folder.name
 
 
 def fetch_weights(path: str, commit: str | None, *, bars: bool = False) -> None:

@@ -15,7 +15,7 @@ from cluster.config.phalanx_config import (
 from kernels.interface.kv_layout import group_layers, kv_block_bytes, layout_of
 from workers.config import CacheConfig, RankConfig, SchedulerConfig
 from workers.kv_cache.demand import KVDemand, sizes_that_fit
-from workers.models.registry import load_model_config
+from workers.models.registry import configured_model
 
 GIB = 2**30
 MAX_THREADS_PER_RANK = 8
@@ -31,7 +31,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     """
     from workers.weights.tensors import DTYPE_BYTES  # imports torch
 
-    model_config = load_model_config(config.model.folder)
+    model_config = configured_model(config.model)
     device = resolve_device(config, num_gpus)
     dtype = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
     length = config.model.max_model_len
@@ -132,7 +132,7 @@ def resolve_scheduler(
 def max_num_seqs(config: PhalanxConfig, num_gpus: int) -> int:
     """Sequences running at once on a rank if all nodes together have `num_gpus`. Needs no torch."""
     device = resolve_device(config, num_gpus)
-    length = load_model_config(config.model.folder).max_position_embeddings
+    length = configured_model(config.model).max_position_embeddings
     return resolve_scheduler(config.scheduler, device, length).max_num_seqs
 
 

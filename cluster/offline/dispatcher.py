@@ -10,6 +10,9 @@ from cluster.api.answer.events import error_body, to_json
 from cluster.api.backend import EngineBackend
 from cluster.api.messages.envelope import error_object
 from cluster.api.messages.routes import MessageDraft, draft_message, prepare_message
+from cluster.api.pooling.draft import PoolingDraft, check_pooling
+from cluster.api.pooling.factory import prepare_pooling
+from cluster.api.pooling.routes import routes_of
 from cluster.api.record import Recorder
 from cluster.api.request.draft import Draft, Drafter, EngineFacts, load_drafter
 from cluster.api.request.generation_factory import GenerationFactory
@@ -24,6 +27,7 @@ from cluster.api.tokenizer import ServingTokenizer
 from cluster.api.work.processes import WorkProcesses
 from cluster.errors import BadRequestError, NotFoundError, ServingError
 from cluster.metrics.metrics import IngressMetrics
+from workers.specs.pooling import PoolingTask
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +61,11 @@ class Dispatcher:
         self._drafter = Drafter(tokenizer, settings)
         processes = WorkProcesses(partial(load_drafter, tokenizer.source, settings))
         checker = GrammarChecker(processes, settings.grammar_timeout_s)
-        self._routes = _routes(GenerationFactory(self._drafter, checker))
+        if settings.pooling is None:
+            self._routes = _routes(GenerationFactory(self._drafter, checker))
+        else:
+            check_pooling(self._drafter)
+            self._routes = _pooling_routes(settings, settings.pooling.task)
 
     def error_body(self, url: str, error: ServingError) -> bytes:
         """Return the error in the envelope of its route."""
@@ -88,6 +96,13 @@ class Dispatcher:
         except Exception as error:
             logger.exception("a request broke")
             raise ServingError(f"internal error: {type(error).__name__}: {error}") from error
+
+
+def _pooling_routes(settings: ApiSettings, task: PoolingTask) -> dict[str, Route]:
+    async def prepare(draft: PoolingDraft, backend: EngineBackend) -> Prepared:
+        return prepare_pooling(draft, backend, Sender(), settings)
+
+    return {path: Route(route.draft, prepare) for path, route in routes_of(task).items()}
 
 
 def _routes(factory: GenerationFactory) -> dict[str, Route]:

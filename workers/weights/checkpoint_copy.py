@@ -130,6 +130,7 @@ def _check_space(folder: Path, lacking: Mapping[str, FileFacts]) -> None:
 def _copy_file(address: CopyAddress, target: Path, size: int, bar: _Bar) -> None:
     """Copy one file. A process that copies the same file into a shared folder waits for the first."""
     part = _part_of(target)
+    part.parent.mkdir(exist_ok=True)
     with part.open("a+b") as out:
         fcntl.flock(out, fcntl.LOCK_EX)
         if target.exists():  # the other process has copied it; `part` may be a new, empty file
