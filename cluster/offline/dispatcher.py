@@ -33,13 +33,15 @@ logger = logging.getLogger(__name__)
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+EMBEDDINGS, CLASSIFY, SCORE = "/v1/embeddings", "/classify", "/score"
 
 
 class Answered(NamedTuple):
-    """The body of an answer, as JSON, and its output tokens."""
+    """The body of an answer, as JSON, its output tokens, and the tokens of its prompts."""
 
     body: bytes
     output_tokens: int
+    prompt_tokens: int
 
 
 class Route(NamedTuple):
@@ -90,7 +92,7 @@ class Dispatcher:
                 generation.routing["whole"] = True
             record = self._recorder.begin(generation, {})
             answer = await GenerationRun(generation, self._backend, record).body(writer)
-            return Answered(answer, generation.num_completion_tokens)
+            return Answered(answer, generation.num_completion_tokens, generation.num_prompt_tokens)
         except ServingError:
             raise
         except Exception as error:

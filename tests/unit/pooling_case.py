@@ -1,14 +1,19 @@
-"""Small checkpoints of models that answer with vectors or scores, in the layouts that tools save them in."""
+"""Models that answer with vectors or scores: small checkpoints in the layouts of tools, and a scripted engine."""
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.unit.api_fakes import FakeBackend
 from tests.unit.model_case import small_checkpoint
 from workers.models.registry import FAMILIES
+from workers.wire.request import NO_OUTPUT, PoolingParams, RequestOutput, SamplingParams
 
 FILE = "model.safetensors"
 QWEN = FAMILIES["qwen3_moe"].architecture.removesuffix("ForCausalLM")
@@ -56,3 +61,36 @@ def add_modules(path: Path, pooling: dict[str, Any], *, normalizes: bool = True)
 def pooled(states_TD: torch.Tensor, rows: str) -> torch.Tensor:
     """The pooled state of one prompt."""
     return {"last": states_TD[-1], "mean": states_TD.mean(0), "cls": states_TD[0]}[rows]
+
+
+class PoolingBackend(FakeBackend):
+    """Answers with a vector of the prompt: its length, its first and last token, 1; or its length as all logits."""
+
+    error: str | None = None
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        assert params == NO_OUTPUT
+        self.requests[request_id] = (prompt_token_ids, params)
+        self.options[request_id] = options
+        await asyncio.sleep(0)
+        if self.error is not None:
+            yield RequestOutput(request_id, [], "error", self.error)
+            return
+        pooling: PoolingParams = options["pooling"]
+        ids = prompt_token_ids
+        vector = np.array([len(ids), ids[0], ids[-1], 1], dtype=np.float32)
+        if pooling.output == "classes":
+            vector = vector[:3] / 100
+        elif pooling.output == "tokens":
+            vector = vector[:1] / 100
+        if pooling.dimensions:
+            vector = vector[: pooling.dimensions]
+        if pooling.normalize:
+            vector = vector / np.linalg.norm(vector)
+        yield RequestOutput(request_id, [], "stop", vector=vector, num_cached_tokens=1)

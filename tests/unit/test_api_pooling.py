@@ -9,43 +9,14 @@ import numpy as np
 import openai
 import pytest
 
-from tests.unit.api_fakes import MODEL, Api, FakeBackend, assert_error
+from tests.unit.api_fakes import MODEL, Api, assert_error
+from tests.unit.pooling_case import PoolingBackend
 from workers.specs.pooling import PoolingSpec
-from workers.wire.request import NO_OUTPUT, PoolingParams, RequestOutput
 
 EMBED = PoolingSpec(task="embed", size=4, dimensions=(2, 3))
 CLASSIFY = PoolingSpec(task="classify", size=4, labels=("bad", "good", "odd"), activation="softmax")
 SCORE = PoolingSpec(task="score", size=4, labels=("relevant",), activation="sigmoid")
 TOKENS = PoolingSpec(task="score", size=4, score_tokens=("n", "y"), activation="sigmoid")
-
-
-class PoolingBackend(FakeBackend):
-    """Answers with a vector of the prompt: its length, its first and last token, 1; or its length as all logits."""
-
-    error: str | None = None
-
-    async def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: Any, **options: Any
-    ):
-        assert params == NO_OUTPUT
-        self.requests[request_id] = (prompt_token_ids, params)
-        self.options[request_id] = options
-        await asyncio.sleep(0)
-        if self.error is not None:
-            yield RequestOutput(request_id, [], "error", self.error)
-            return
-        pooling: PoolingParams = options["pooling"]
-        ids = prompt_token_ids
-        vector = np.array([len(ids), ids[0], ids[-1], 1], dtype=np.float32)
-        if pooling.output == "classes":
-            vector = vector[:3] / 100
-        elif pooling.output == "tokens":
-            vector = vector[:1] / 100
-        if pooling.dimensions:
-            vector = vector[: pooling.dimensions]
-        if pooling.normalize:
-            vector = vector / np.linalg.norm(vector)
-        yield RequestOutput(request_id, [], "stop", vector=vector, num_cached_tokens=1)
 
 
 def api_of(spec: PoolingSpec, **settings: Any) -> Api:
