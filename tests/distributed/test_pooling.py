@@ -70,7 +70,8 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 def test_embeddings_beside_generations_equal_transformers(rank_pool, tmp_path, family, ranks):
     from transformers import AutoModelForCausalLM
 
-    path = small_checkpoint(tmp_path / "model", family=family, head_dim=None)
+    heads = {"num_kv_heads": 4, "head_dim": None} if family == "deepseek_v3" else {}
+    path = small_checkpoint(tmp_path / "model", family=family, **heads)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompts = prompts_of(shared=20)
     events, expected = [], {}
