@@ -1,7 +1,7 @@
 """Reads from a checkpoint's files how its prompts become vectors or scores. Needs no torch.
 
-config.json says what the weights are: of a base model, of a generating model, or with a classification head. The files
-of sentence-transformers say what follows the model: modules.json, and a config.json for each module.
+config.json describes the weights: of a base model, of a generating model, or with a classification head. The files of
+sentence-transformers describe what follows the model: modules.json, and a config.json for each module.
 """
 
 from collections.abc import Iterator, Mapping

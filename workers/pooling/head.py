@@ -75,13 +75,9 @@ class PoolingHead:
 
         query_start_loc int32 [B+1]: start of each sequence's new tokens in hidden_TD.
         """
-        if not any(part.hidden_rows or part.ends_vector for part in batch.parts):
+        if not batch.pooled_seqs:
             return None
-        chosen = [
-            (index, part)
-            for index, part in enumerate(batch.parts)
-            if part.hidden_rows or part.ends_vector
-        ]
+        chosen = [(index, batch.parts[index]) for index in batch.pooled_seqs]
         sums_SD = self._sums(chosen, query_start_loc, hidden_TD)
         ended: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for place, (_, part) in enumerate(chosen):

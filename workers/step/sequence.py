@@ -47,6 +47,11 @@ class ScheduledSequence:
     hidden_rows: range = range(0)
     ends_vector: bool = False
 
+    @property
+    def gives_hidden(self) -> bool:
+        """Whether the part adds to the vector of the sequence, or ends it."""
+        return self.ends_vector or bool(self.hidden_rows)
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -133,11 +138,10 @@ class Sequence:
     @property
     def ends_with_pending(self) -> bool:
         """Whether the pending token is the last token, whichever it is, or a launched step makes the vector."""
-        if self.request.pooling is not None:
-            return self.num_computed_tokens == len(self.token_ids)
-        return (
-            self.num_pending > 0 and len(self.token_ids) + self.num_pending >= self.max_num_tokens
-        )
+        if not self.num_pending:
+            pooling = self.request.pooling
+            return pooling is not None and self.num_computed_tokens == len(self.token_ids)
+        return len(self.token_ids) + self.num_pending >= self.max_num_tokens
 
     def finish_reason(self) -> FinishReason | None:
         """Return the reason why the token just appended is the last token, or None."""

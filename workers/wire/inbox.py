@@ -213,8 +213,8 @@ def _request(fields: dict[str, Any]) -> EngineRequest:
     params["bad_words_ids"] = tuple(tuple(array("i", word)) for word in words)
     fields["params"] = SamplingParams(**params)
     if fields["pooling"] is not None:
-        token_ids = tuple(array("i", fields["pooling"]["token_ids"]))
-        fields["pooling"] = PoolingParams(**fields["pooling"] | {"token_ids": token_ids})
+        pooled = tuple(array("i", fields["pooling"]["token_ids"]))
+        fields["pooling"] = PoolingParams(**fields["pooling"] | {"token_ids": pooled})
     request = EngineRequest(**fields)
     for token_ids in (request.prompt_token_ids, request.emitted_token_ids):
         array("i", token_ids)  # raises if one is no integer

@@ -1,6 +1,6 @@
 """The bodies of answers with vectors, classes and scores, in the shapes of OpenAI, vLLM, Jina and Cohere.
 
-A shape is what a draft knows of its answer; it travels by pickle. Knows nothing of sockets or engines.
+A shape is the part of a draft that its answer depends on; it travels by pickle. Knows nothing of sockets or engines.
 """
 
 import base64
