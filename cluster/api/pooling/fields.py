@@ -5,7 +5,7 @@ Unknown fields are ignored, as in other servers; known fields that would change 
 
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from cluster.api.request.field_schemas import MESSAGES, PROMPT
 from cluster.api.request.protocol import as_bad_request, needs
@@ -13,8 +13,8 @@ from cluster.api.request.unsupported import refuse_unsupported
 from cluster.errors import BadRequestError
 
 _INT32_MAX = 2**31 - 1
-_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-_DOCUMENT = {
+_TEXTS: dict[str, JsonValue] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_DOCUMENT: dict[str, JsonValue] = {
     "anyOf": [
         {"type": "string"},
         {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}},
