@@ -2,7 +2,8 @@
 
 Codes lie two a byte. Of each block of 64 columns, byte j holds the code of column j in its low bits and that of column
 j + 32 in its high bits: all low bits of a tile are neighbours, so that a kernel takes both halves without moving values
-between threads. Scales lie with rows innermost, because the threads of a kernel read neighbouring rows.
+between threads. Scales lie with rows innermost, because the threads of a kernel read neighbouring rows; in tiled MXFP4
+the four scales of 128 columns of a row are one word, because copies to shared memory have at least 4 bytes.
 
 N rows, K columns (a multiple of 64), G columns of a group; leading dimensions are those of the caller.
 """
@@ -12,12 +13,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch.nn import functional as F
 
 from kernels.four_bit_format import FourBitFormat
 from kernels.mxfp4 import EXPONENT_BIAS, dequantise_mxfp4, quantise_mxfp4
 
 BLOCK, HALF = 64, 32  # columns of a block, and of the half in the low bits
 TILE_BYTES = BLOCK * HALF
+WORD = 4  # scales of MXFP4 in a word
 MIDDLE = 8  # the zero point of formats without zero points
 # Of one tile of 64 rows: warp, row of a group, column pair, tile of 16 columns, half of these, second 8 rows, column of
 # the pair; and the place of each in the order of rows (warp, second 8, row) and columns (16, half, pair, column).
@@ -96,7 +99,7 @@ class FourBitWeights:
 
     values   uint8 [..., N, K / 2]; or tiled [..., N / 64, K / 64, 2048]: tiles of 64 x 64 in the order in which the
              threads of a tensor core's instruction hold them, 16 bytes a thread
-    scales   [..., K / G, N]: float16, or the exponents of MXFP4 in uint8
+    scales   [..., K / G, N]: float16, or the exponents of MXFP4 in uint8; of tiled MXFP4 [..., ceil(K / 128), N, 4]
     zeros    uint8 [..., K / G, N], None where the format has none
     order    int32 [..., K], see FourBitMatrix; None where columns are in order
     """
@@ -116,13 +119,15 @@ class FourBitWeights:
         *lead, rows, columns = shape
         assert columns % BLOCK == 0 and not (tiled and rows % BLOCK), shape
         values = (rows // BLOCK, columns // BLOCK, TILE_BYTES) if tiled else (rows, columns // 2)
-        groups = (*lead, columns // form.group, rows)
+        groups = scales = (*lead, columns // form.group, rows)
+        if tiled and form.kind == "mxfp4":
+            scales = (*lead, -(-columns // (WORD * form.group)), rows, WORD)
         scale_dtype = torch.uint8 if form.kind == "mxfp4" else torch.float16
         new = partial(torch.empty, device=device)
         return cls(
             form,
             new((*lead, *values), dtype=torch.uint8),
-            new(groups, dtype=scale_dtype),
+            new(scales, dtype=scale_dtype),
             new(groups, dtype=torch.uint8) if form.zeros else None,
             new((*lead, columns), dtype=torch.int32) if form.ordered else None,
             tiled,
@@ -131,8 +136,8 @@ class FourBitWeights:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrices, [..., N, K]."""
-        columns = self.scales.shape[-2] * self.format.group
-        return (*self.scales.shape[:-2], self.scales.shape[-1], columns)
+        *lead, rows, columns = self.values.shape[:-1] if self.tiled else self.values.shape
+        return (*lead, rows * BLOCK, columns * BLOCK) if self.tiled else (*lead, rows, columns * 2)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -152,7 +157,7 @@ class FourBitWeights:
 
     def __getitem__(self, index: int | slice) -> "FourBitWeights":
         """Return a view of one matrix or a slice of several, or of rows of a single matrix, whole tiles if tiled."""
-        if self.scales.dim() > 2:
+        if len(self.shape) > 2:
             zeros, order = (None if p is None else p[index] for p in (self.zeros, self.order))
             values, scales = self.values[index], self.scales[index]
             return FourBitWeights(self.format, values, scales, zeros, order, self.tiled)
@@ -177,7 +182,7 @@ class FourBitWeights:
         low, high = torch.unflatten(matrix.codes, 1, (-1, 2, HALF)).unbind(2)
         target = self._bytes()
         target.copy_((low | high << 4).view(target.shape))
-        self.scales.copy_(matrix.scales.t())
+        self._set_scales(matrix.scales)
         if self.zeros is not None:
             assert matrix.zeros is not None, matrix.format
             self.zeros.copy_(matrix.zeros.t())
@@ -191,7 +196,21 @@ class FourBitWeights:
         packed = self._bytes().reshape(rows, columns // BLOCK, 1, HALF)
         codes = torch.cat((packed & 15, packed >> 4), 2).view(rows, columns)
         zeros = None if self.zeros is None else self.zeros.t()
-        return FourBitMatrix(self.format, codes, self.scales.t(), zeros, self.order)
+        return FourBitMatrix(self.format, codes, self._scales(columns), zeros, self.order)
+
+    def _set_scales(self, scales_NG: torch.Tensor) -> None:
+        if self.scales.dim() == 2:
+            self.scales.copy_(scales_NG.t())
+            return
+        rows, groups = scales_NG.shape
+        words = F.pad(scales_NG, (0, -groups % WORD), value=EXPONENT_BIAS)
+        self.scales.copy_(words.view(rows, -1, WORD).transpose(0, 1))
+
+    def _scales(self, columns: int) -> torch.Tensor:
+        """Return the scales of a single matrix, [N, K / G]."""
+        if self.scales.dim() == 2:
+            return self.scales.t()
+        return self.scales.transpose(0, 1).flatten(1)[:, : columns // self.format.group]
 
     def _bytes(self) -> torch.Tensor:
         """Return a view of a single matrix's bytes, of several dimensions, in the order of rows, then columns."""

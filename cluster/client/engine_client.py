@@ -183,11 +183,12 @@ class EngineClient(OperatorCalls):
 
     def token_ages(self) -> dict[int, float]:
         """Seconds since this ingress received tokens of each rank that can be reached; infinite before the first."""
-        ages = {group.index: group.token_ages() for group in self._groups if group.reachable}
         return {
-            number: ages[load.place[0]].get(load.place[1], math.inf)
-            for number, load in enumerate(self._router.loads)
-            if load.place[0] in ages
+            self._router.number(load.place): ages.get(load.place[1], math.inf)
+            for group in self._groups
+            if group.reachable
+            for ages in (group.token_ages(),)
+            for load in self._router.reachable(group.index)
         }
 
     async def groups(self) -> list[dict[str, Any]]:

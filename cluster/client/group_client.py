@@ -28,6 +28,8 @@ from workers.wire.request import RequestOutput
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.1
+ANNOUNCE_S = 2.0
+"""Time for the supervisor to take the notice of a trial."""
 POISON = str(PoisonRequestError())
 
 
@@ -176,7 +178,9 @@ class GroupClient:
         try:
             deliver = partial(self._deliver, lease_id)
             streams = GroupStreams(members, lease_id, node_address(), deliver)
-            await streams.open(partial(self._submit_lost, lease_id), self._failed)
+            await streams.open(
+                partial(self._submit_lost, lease_id), partial(self._move, lease_id), self._failed
+            )
         except BaseException:
             if streams is not None:
                 streams.close()
@@ -190,27 +194,59 @@ class GroupClient:
         self.close()  # the ranks compute the tokens again that were not read
         self.lease_id, self._streams = lease_id, streams
         self._learn(self.index, members)
+        self._router.reach_all(self.index)
         requests = [request for request in self.open.values() if not request.finished]
         if rebuilt:
             self._set_aside_poison(requests, members.failed)
-        self._submit_again(requests)
+        await self._submit_again(requests)
         self._changed()
 
-    def _submit_lost(self, lease_id: str, rank: int) -> None:
+    async def _submit_lost(self, lease_id: str, rank: int) -> None:
         """Submit the requests again that a rank has aborted, because their stream had lost a message."""
         if lease_id == self.lease_id:
-            self._submit_again([it for it in self.open.values() if it.place[1] == rank])
+            self._router.load_of((self.index, rank)).reachable = True
+            await self._submit_again([it for it in self.open.values() if it.place[1] == rank])
 
-    def _submit_again(self, requests: Iterable[OpenRequest]) -> None:
+    async def _move(self, lease_id: str, rank: int) -> None:
+        """Let the other ranks go on with the requests of a rank that this ingress cannot reach.
+
+        The rank ends its part of them when its stream is opened again. Requests for this rank alone wait until then.
+        """
+        if lease_id != self.lease_id:
+            return
+        self._router.load_of((self.index, rank)).reachable = False
+        if any(load.reachable for load in self._router.reachable(self.index)):
+            logger.warning("rank %d cannot be reached; other ranks go on with its requests", rank)
+            moved = [it for it in self.open.values() if it.place[1] == rank and it.pinned is None]
+            await self._submit_again(moved)
+
+    async def _submit_again(self, requests: Iterable[OpenRequest]) -> None:
         """Submit requests that their ranks have no longer, with the tokens that they have emitted."""
-        for request in sorted(requests, key=turn):
-            if not request.finished:
-                self._resubmit(request)
+        lease_id = self.lease_id
+        ordered = [it for it in sorted(requests, key=turn) if not it.finished]
+        for request in ordered:
+            self._route_again(request)
+        attempts = {request.wire_id: request for request in ordered}
+        on_trial = frozenset(it.place[1] for it in ordered if it.on_trial)
+        if on_trial:
+            await self._expect_failures(on_trial)
+        for wire_id, request in attempts.items():  # a lease may have expired, a client have left
+            if lease_id == self.lease_id and wire_id in self.open and not request.finished:
+                self.submit(request)
 
-    def _resubmit(self, request: OpenRequest) -> None:
+    def _route_again(self, request: OpenRequest) -> None:
+        """Choose the rank of the next attempt."""
         self._forget(request)
         request.route(self._router, (self.index,))
-        self.submit(request)
+        self.open[request.wire_id] = request
+
+    async def _expect_failures(self, ranks: frozenset[int]) -> None:
+        """Announce trials, so that no failure in them counts before it is judged."""
+        try:
+            async with asyncio.timeout(ANNOUNCE_S):
+                await self._supervisor.expect_failures.remote(self.index, self.epoch, ranks)
+        except (RayError, TimeoutError) as error:  # the supervisor may start anew
+            logger.warning("the supervisor takes no notice of requests on trial: %r", error)
 
     def _set_aside_poison(self, requests: list[OpenRequest], failed: frozenset[int]) -> None:
         """Put the requests on trial that may have ended ranks, and end those that are proved to."""
@@ -219,8 +255,8 @@ class GroupClient:
             self._refusals.add(poison.digest)
             self._supervisor.refuse.remote(poison.digest)
             poison.put(RequestOutput(poison.wire_id, [], "abort", POISON))
-        if self._suspects.excused:
-            self._supervisor.excuse_failures.remote(self.index)
+        if self._suspects.verdict is not None:
+            self._supervisor.judge_failure.remote(self.index, self._suspects.verdict)
 
     def _deliver(
         self, lease_id: str, rank: int, load_of_others: int, outputs: list[RequestOutput]

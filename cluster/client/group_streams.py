@@ -1,7 +1,8 @@
 """The ranks of one epoch of a group as an ingress reaches them: their inboxes, and one stream of tokens from all ranks.
 
 Valid for one lease of the ingress and one epoch of the group; after either has ended, a GroupClient opens the next one.
-A stream that has lost a message in either direction is opened again, without the other streams.
+A stream that has lost a message in either direction is opened again, without the other streams. A rank that this
+ingress cannot reach, while its peers can, delays no other rank.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from cluster.client.stream_watch import StreamWatch
-from cluster.supervisor.ray_calls import gather
+from cluster.supervisor.ray_calls import gather, result_future
 from cluster.supervisor.status import GroupMembers
 from kernels.host.owned import Failed, OwnedTask
 from workers.wire.inbox import InboxSender
@@ -25,6 +26,12 @@ from workers.wire.token_stream import TokenReceiver
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
+OPEN_S = 5.0
+"""Time for a rank to open a stream; a rank needs some milliseconds."""
+REOPEN_S = 1.0
+"""Time to open a stream again after a lost message, while the rank is taken for one that can be reached."""
+
+OfRank = Callable[[int], Awaitable[None]]
 
 Deliver = Callable[[int, int, list[RequestOutput]], None]
 """deliver(rank, load_of_others, outputs): what one rank sent after one step."""
@@ -41,52 +48,64 @@ class GroupStreams:
         self._members = members
         self._stream_id = stream_id
         self._deliver = deliver
-        self._reopened: Callable[[int], None]
+        self._reopened: OfRank
+        self._unreachable: OfRank
         self._failed: Failed
-        self._inboxes: list[InboxSender] = []
-        self._watches: list[StreamWatch] = []
+        self._inboxes: dict[int, InboxSender] = {}  # of ranks that have been reached
+        self._watches: dict[int, StreamWatch] = {}
         self._broken: dict[int, OwnedTask] = {}  # by rank; outputs of these ranks are dropped
         self._opened = asyncio.Event()
         self._receiver = TokenReceiver(address, self.epoch)
         self._receiver.listen(self)
 
-    async def open(self, reopened: Callable[[int], None], failed: Failed) -> None:
-        """Open the stream of every rank. Raises RayError when a rank is gone, OSError without free descriptors.
+    async def open(self, reopened: OfRank, unreachable: OfRank, failed: Failed) -> None:
+        """Open the stream of every rank that can be reached. Raises RayError when a rank is gone, OSError without free
+        descriptors and when no rank can be reached.
 
         reopened(rank): called when a stream is open again, and its rank has aborted the requests of the stream before
+        unreachable(rank): called when a rank cannot be reached now; until `reopened` its requests get no tokens
         failed: called with an unexpected error of a task
         """
-        self._reopened, self._failed = reopened, failed
+        self._reopened, self._unreachable, self._failed = reopened, unreachable, failed
         ranks = range(len(self._members.ranks))
         streams = [self._receiver.open_stream(rank) for rank in ranks]
-        inboxes = await gather(map(self._open_stream, ranks, streams))
-        for inbox, stream in zip(inboxes, streams, strict=True):
-            self._inboxes.append(InboxSender(inbox, self.epoch, stream))
-        self._watches = [StreamWatch(time.monotonic()) for _ in ranks]
+        calls = [result_future(call) for call in map(self._open_stream, ranks, streams)]
+        answered, _ = await asyncio.wait(calls, timeout=OPEN_S, return_when=asyncio.FIRST_EXCEPTION)
+        for rank, call in enumerate(calls):
+            if call in answered:
+                self._opened_by(rank, call.result(), streams[rank])
+        if not answered:
+            raise TimeoutError(f"no rank has opened a stream within {OPEN_S:g} s")
         self._opened.set()
+        for rank in ranks:
+            if rank not in self._inboxes:
+                self._give_up(rank, f"the rank has not opened it within {OPEN_S:g} s", 0.0)
 
     def check_silence(self) -> None:
         """Open the streams again of ranks that send no beats."""
-        for rank, watch in enumerate(self._watches):
-            self._give_up(rank, watch.silence(time.monotonic()))
+        for rank, watch in self._watches.items():
+            self._give_up(rank, watch.silence(time.monotonic()), 0.0)
 
     def submit(self, rank: int, request: EngineRequest) -> None:
         """Send a request to `rank`; its tokens come by this client's stream."""
-        self._inboxes[rank].submit(replace(request, ingress_id=self._stream_id))
+        if rank in self._inboxes:  # otherwise `reopened` submits it
+            self._inboxes[rank].submit(replace(request, ingress_id=self._stream_id))
 
     def abort(self, rank: int, request_id: str) -> None:
         """End a request; a rank ignores requests that it has finished."""
-        self._inboxes[rank].abort(request_id)
+        if rank in self._inboxes:
+            self._inboxes[rank].abort(request_id)
 
     async def stats(self) -> list[dict[str, Any]]:
-        """Counters and gauges of each rank, in rank order. Raises RayError when a rank is gone."""
-        return await gather([rank.stats.remote() for rank in self._members.ranks])
+        """Counters and gauges of each rank that can be reached. Raises RayError when a rank is gone."""
+        reached = [it for rank, it in enumerate(self._members.ranks) if rank not in self._broken]
+        return await gather([rank.stats.remote() for rank in reached])
 
     def close(self) -> None:
         """Drop what was not sent or not read, and stop listening."""
         for task in self._broken.values():
             task.cancel()
-        for inbox in self._inboxes:
+        for inbox in self._inboxes.values():
             inbox.close()
         self._receiver.close()
 
@@ -107,30 +126,47 @@ class GroupStreams:
         """Open the stream of a rank again."""
         self._give_up(rank, "a message of the rank is missing")
 
-    def _give_up(self, rank: int, reason: str | None) -> None:
-        """Open a stream again, if there is a reason; until then its rank's outputs are dropped."""
+    def _give_up(self, rank: int, reason: str | None, patience_s: float = REOPEN_S) -> None:
+        """Open a stream again, if there is a reason; until then its rank's outputs are dropped.
+
+        patience_s: time for the rank to answer, before it is taken for one that cannot be reached
+        """
         if reason is None or rank in self._broken:
             return
         logger.warning("the stream of rank %d is opened again: %s", rank, reason)
-        self._broken[rank] = OwnedTask(self._reopen(rank), self._failed, "reopen", may_end=True)
+        reopen = self._reopen(rank, patience_s)
+        self._broken[rank] = OwnedTask(reopen, self._failed, "reopen", may_end=True)
 
-    async def _reopen(self, rank: int) -> None:
-        """Open the stream of a rank again; try until `close` while the rank does not answer."""
+    async def _reopen(self, rank: int, patience_s: float) -> None:
         await self._opened.wait()
+        opening = asyncio.create_task(self._open_again(rank))
+        try:
+            if not (await asyncio.wait({opening}, timeout=patience_s))[0]:
+                await self._unreachable(rank)
+            await opening
+        finally:
+            opening.cancel()
+        del self._broken[rank]
+        await self._reopened(rank)
+
+    async def _open_again(self, rank: int) -> None:
+        """Open the stream of a rank; try until `close` while the rank does not answer."""
         while True:
             stream = self._receiver.open_stream(rank)
             try:
-                inbox = await self._open_stream(rank, stream)
-                sender = InboxSender(inbox, self.epoch, stream)
-                break
+                self._opened_by(rank, await self._open_stream(rank, stream), stream)
+                return
             except (RayError, OSError) as error:
                 logger.warning("the stream of rank %d cannot be opened yet: %s", rank, error)
                 await asyncio.sleep(RETRY_S)
-        self._inboxes[rank].close()
+
+    def _opened_by(self, rank: int, inbox: StreamAddress, stream: bytes) -> None:
+        """Use the stream that a rank has opened. Raises OSError without free descriptors."""
+        sender = InboxSender(inbox, self.epoch, stream)
+        if rank in self._inboxes:
+            self._inboxes[rank].close()
         self._inboxes[rank] = sender
         self._watches[rank] = StreamWatch(time.monotonic())
-        del self._broken[rank]
-        self._reopened(rank)
 
     def _open_stream(self, rank: int, stream: bytes) -> Awaitable[StreamAddress]:
         """Return the inbox of a rank, once the rank sends to this client."""

@@ -60,6 +60,7 @@ class RankLoad:
 
     outstanding  tokens of the unfinished requests of this ingress
     prefill      prompt tokens of its requests without a first token
+    reachable    whether the ingress can reach the rank now
     others       unfinished tokens of other ingresses, as the rank last reported
     held         hashes of the chunks that the rank may have in its cache, longest unused first
     """
@@ -69,6 +70,7 @@ class RankLoad:
     prefill: int = 0
     others: int = 0
     held: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    reachable: bool = True
 
     def begin_prefill(self, num_tokens: int) -> None:
         """Count a prompt that the rank has to compute, until `end_prefill`: the next prompt would wait for it."""
@@ -156,6 +158,20 @@ class Router:
         """Ranks of all groups."""
         return sum(map(len, self._groups))
 
+    def load_of(self, place: Place) -> RankLoad:
+        """The rank at a place."""
+        return self._groups[place[0]][place[1]]
+
+    def reachable(self, group: int) -> list[RankLoad]:
+        """The ranks of a group that can be reached; all of them if none can."""
+        found = [load for load in self._groups[group] if load.reachable]
+        return found or self._groups[group]
+
+    def reach_all(self, group: int) -> None:
+        """Take all ranks of a group for ranks that can be reached."""
+        for load in self._groups[group]:
+            load.reachable = True
+
     def place(self, number: int) -> Place | None:
         """The place of a rank; None if there are fewer ranks."""
         loads = self.loads
@@ -175,7 +191,7 @@ class Router:
         pinned: Place | None = None,
         groups: Collection[int] | None = None,
     ) -> Pick:
-        """Choose a rank of `groups` (None: of all) for a request, and count the request's tokens there.
+        """Choose a reachable rank of `groups` (None: of all) for a request, and count the request's tokens there.
 
         num_output: expected tokens of the answer.
         pinned: the rank to take, if its group still has it
@@ -183,7 +199,7 @@ class Router:
         num_tokens = len(prompt_token_ids) + num_output
         chunks = self._chunks(prompt_token_ids, cache_salt) if any(self._max_chunks) else []
         if pinned is not None and pinned[1] < len(self._groups[pinned[0]]):
-            load = self._groups[pinned[0]][pinned[1]]
+            load = self.load_of(pinned)
         else:
             load = self._choose(chunks, len(prompt_token_ids), num_tokens, groups)
         load.outstanding += num_tokens
@@ -193,8 +209,7 @@ class Router:
 
     def report(self, place: Place, load_of_others: int) -> None:
         """Note the unfinished tokens that a rank has of other ingresses."""
-        group, rank = place
-        self._groups[group][rank].others = load_of_others
+        self.load_of(place).others = load_of_others
 
     def _choose(
         self,
@@ -205,11 +220,13 @@ class Router:
     ) -> RankLoad:
         lead = LEAD * num_tokens * CHUNK / prompt_len if chunks else 0.0  # of a chunk
         loads = self.loads
+        among = range(len(self._groups)) if groups is None else groups
+        reachable = any(load.reachable for group in among for load in self._groups[group])
         order = ((self._next + offset) % len(loads) for offset in range(len(loads)))
         best, best_cost = -1, 0.0
         for number in order:
             load = loads[number]
-            if groups is not None and load.place[0] not in groups:
+            if load.place[0] not in among or (reachable and not load.reachable):
                 continue
             cost = load.outstanding + load.others / self._num_replicas
             cost += PREFILL_WEIGHT * load.prefill - lead * load.num_held(chunks)

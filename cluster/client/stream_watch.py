@@ -11,8 +11,9 @@ from workers.wire.token_stream import BEAT_S
 ARRIVAL_BEATS = 5
 """Beats within which a message must have arrived; a message takes some milliseconds."""
 
-SILENCE_S = 8 * BEAT_S
-"""Time without a beat, after which connections are opened again. ZeroMQ notices a dead one in 7 s."""
+SILENCE_S = 7.5 * BEAT_S
+"""Time without a beat, after which connections are opened again. ZeroMQ notices a dead one in 7 s; a client looks every
+2 s, so that it gives up a rank that it cannot reach within 10 s."""
 
 
 class StreamWatch:

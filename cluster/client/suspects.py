@@ -1,11 +1,10 @@
 """Finds the requests that end ranks, among the open requests of an ingress.
 
 A rank names each request that it begins. When the rank fails, each of its requests that was begun and sent no token is
-put on trial: in the next epoch its rank runs it alone among requests without a token. A token clears it. The second
-failure of a rank in the trial of one request proves the request to be poison: a rank that ended for another reason
-would have ended in the trial of this request twice. All open requests of its digest are poison then. If the notice was
-lost with its rank, three failures in a row without a token put a request on trial too. Knows nothing of ranks, groups
-or Ray.
+put on trial, with its copies: in the next epoch its rank runs it alone among requests without a token. A token clears
+it. The second failure of a rank in trials of one digest proves all open requests of the digest to be poison: ranks that
+ended for another reason would have ended in trials of this digest twice. If the notice was lost with its rank, three
+failures in a row without a token put a request on trial too. Knows nothing of ranks, groups or Ray.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,12 +23,13 @@ _by_place = attrgetter("place")
 class Suspects:
     """Counts the failures of ranks for one ingress.
 
-    excused   whether the failures of the last `judge` had a cause that is a request. A request may cause any number of
-              failures; a rank that fails at more than MAX_CAUSES different requests, and serves none, is broken
+    verdict   whether a request caused the failure of the last `judge`; None if the failed ranks had none on trial. A
+              request may cause any number of failures; a rank that fails at more than MAX_CAUSES different requests,
+              and serves none, is broken
     """
 
     def __init__(self) -> None:
-        self.excused = False
+        self.verdict: bool | None = None
         self._causes: set[bytes] = set()  # digests, since a failed rank has served a request
 
     def judge(
@@ -39,30 +39,46 @@ class Suspects:
 
         failed   whether the rank of a request has failed
         """
-        self.excused = False
-        poison: list[OpenRequest] = []
-        requests = list(requests)
+        self.verdict = None
+        requests, tried = list(requests), set()
         for _, of_rank in groupby(sorted(filter(failed, requests), key=_by_place), _by_place):
-            poison += self._judge_rank(list(of_rank))
-        digests = {request.digest for request in poison}
-        return [request for request in requests if digests and request.digest in digests]
+            tried |= self._judge_rank(list(of_rank))
+        copies = [request for request in requests if tried and request.digest in tried]
+        for digest in tried:
+            same = [request for request in copies if request.digest == digest]
+            count = 1 + max(request.trial_failures for request in same)
+            for request in same:
+                request.trial_failures = count
+        _try_copies(requests)
+        return [request for request in copies if request.trial_failures >= TRIAL_FAILURES]
 
-    def _judge_rank(self, requests: list[OpenRequest]) -> list[OpenRequest]:
-        """Judge the requests of one failed rank."""
+    def _judge_rank(self, requests: list[OpenRequest]) -> set[bytes]:
+        """Judge the requests of one failed rank; return the digests of those whose trial had begun."""
         begun = [request for request in requests if request.begun]
-        tried = [request for request in begun if request.on_trial]
+        tried = {request.digest for request in begun if request.on_trial}
+        had_trials = any(request.on_trial for request in requests)
         for request in requests:
             request.failures += 1
             if request.begun or (not begun and request.failures >= UNEXPLAINED_FAILURES):
                 request.on_trial = True
-        for request in tried:
-            request.trial_failures += 1
         if not all(request.fresh for request in requests):
             self._causes.clear()
         if tried:
-            self._causes |= {request.digest for request in tried}
-            self.excused = len(self._causes) <= MAX_CAUSES
-        return [request for request in tried if request.trial_failures >= TRIAL_FAILURES]
+            self._causes |= tried
+        if had_trials:
+            by_request = bool(tried) and len(self._causes) <= MAX_CAUSES
+            self.verdict = bool(self.verdict) or by_request
+        return tried
+
+
+def _try_copies(requests: list[OpenRequest]) -> None:
+    """Put the copies of requests on trial on trial too: a client may have sent one body to several ranks."""
+    suspected = [request for request in requests if request.on_trial]
+    lengths = {len(request.prompt_token_ids) for request in suspected}
+    digests = {request.digest for request in suspected}
+    for request in requests:
+        if request.fresh and not request.on_trial and len(request.prompt_token_ids) in lengths:
+            request.on_trial = request.digest in digests
 
 
 def turn(request: OpenRequest) -> int:

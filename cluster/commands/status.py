@@ -81,6 +81,9 @@ def _group(number: int, group: dict[str, Any]) -> RenderableType:
     ages = group["vote_age_seconds"]
     if ages:
         rows.add_row("vote ages", ", ".join(f"{age:.1f} s" for age in ages))
+    for rank in group["slow_ranks"]:
+        slowdown = group["rank_slowdowns"][rank]
+        rows.add_row("slow", f"rank {rank}: {slowdown:.1f} times as long as the others")
     return rows
 
 

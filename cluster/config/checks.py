@@ -48,6 +48,7 @@ def _check_cluster(config: PhalanxConfig) -> Iterator[Problem]:
             f"{ranks} ranks (cluster.ranks) do not divide evenly over {nodes} nodes",
             involves,
         )
+    yield from _check_slow_ranks(config)
     if nodes > 1 and config.cluster.ray_address is None:
         yield Problem(
             "cluster.nodes",
@@ -55,6 +56,18 @@ def _check_cluster(config: PhalanxConfig) -> Iterator[Problem]:
             "set cluster.ray_address to auto or host:port",
             ("cluster.ray_address",),
         )
+
+
+def _check_slow_ranks(config: PhalanxConfig) -> Iterator[Problem]:
+    cluster = config.cluster
+    if not cluster.replace_slow_rank:
+        return
+    if cluster.slow_rank_factor is None:
+        message = "true needs cluster.slow_rank_factor, which is null: no rank is slow then"
+        yield Problem("cluster.replace_slow_rank", message, ("cluster.slow_rank_factor",))
+    if not cluster.rebuild_attempts:
+        message = "true needs cluster.rebuild_attempts, which is 0: the first slow rank would end the group"
+        yield Problem("cluster.replace_slow_rank", message, ("cluster.rebuild_attempts",))
 
 
 def _check_scheduler(config: PhalanxConfig) -> Iterator[Problem]:

@@ -83,6 +83,17 @@ class ClusterConfig(Section):
         description="Go on with fewer ranks where a dead rank has no place, or no new process of it starts; grow back "
         "when there is room. The ranks that are left hold all experts and need the memory for them.",
     )
+    slow_rank_factor: float | None = Field(
+        3.0,
+        gt=1,
+        description="A rank is named as slow, in the log and in the metrics, when its own time of a step, without "
+        "waits, is this multiple of that of the other ranks with equal work; null = no rank is slow.",
+    )
+    replace_slow_rank: bool = Field(
+        False,
+        description="Replace the process of a rank that stays slow, at most once in ten minutes; it counts for "
+        "rebuild_attempts.",
+    )
     ray_address: str | None = Field(
         None, description="null = start a local Ray; auto or host:port = join a running one."
     )

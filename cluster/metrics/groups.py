@@ -37,6 +37,16 @@ def group_families(groups: GroupStates, model_name: str) -> Iterator[Metric]:
         "Time since a rank's last vote; 0 while it sleeps.",
         labels=["model_name", "rank"],
     )
+    slow = GaugeMetricFamily(
+        f"{PREFIX}slow_rank",
+        "1 for a rank that holds up the others.",
+        labels=["model_name", "rank"],
+    )
+    slowdowns = GaugeMetricFamily(
+        f"{PREFIX}rank_slowdown",
+        "Own time of a rank in a step over that of the other ranks with equal work, as last measured.",
+        labels=["model_name", "rank"],
+    )
     first_rank = 0
     for number, group in enumerate(groups):
         head = [model_name, str(number)]
@@ -51,5 +61,8 @@ def group_families(groups: GroupStates, model_name: str) -> Iterator[Metric]:
             seconds.add_metric([*head, name], spent)
         for rank, age in enumerate(group["vote_age_seconds"]):
             ages.add_metric([model_name, str(first_rank + rank)], age)
+        for rank, slowdown in enumerate(group["rank_slowdowns"]):
+            slow.add_metric([model_name, str(first_rank + rank)], rank in group["slow_ranks"])
+            slowdowns.add_metric([model_name, str(first_rank + rank)], slowdown)
         first_rank += len(group["vote_age_seconds"])
-    yield from (state, stage, since, epoch, rebuilds, seconds, ages)
+    yield from (state, stage, since, epoch, rebuilds, seconds, ages, slow, slowdowns)

@@ -15,11 +15,13 @@ from cluster.supervisor.ray_calls import result_future
 class EpochFailure:
     """Why an epoch ended.
 
+    ranks    the ranks that ended first, or hang
     failed   the rank that failed in its own step, if one did
     hang     the ranks that hang, if that is the reason
     """
 
     reason: str
+    ranks: frozenset[int]
     failed: frozenset[int] = frozenset()
     hang: Hang | None = None
 
@@ -42,7 +44,8 @@ async def watch(
         error, rank = ended.exception(), done.index(ended)
         failed = frozenset({rank} if error is not None and step_failed(error) else ())
         reason = failure_message(error) if error is not None else "left its loop"
-        return EpochFailure(f"rank {rank}: {reason}", failed)
+        return EpochFailure(f"rank {rank}: {reason}", frozenset({rank}), failed)
     if hang.done():
-        return EpochFailure(hang.result().reason, hang=hang.result())
+        found = hang.result()
+        return EpochFailure(found.reason, frozenset(found.ranks), hang=found)
     return None

@@ -12,12 +12,9 @@ from typing import Any
 
 from cluster.errors import SHUTDOWN_REASON
 from cluster.supervisor import epoch_watch, placement, relocation
+from cluster.supervisor.attempts import Attempts
 from cluster.supervisor.change import PendingChange
-from cluster.supervisor.failures import (
-    RankDiedError,
-    checkpoint_unreadable,
-    failure_message,
-)
+from cluster.supervisor.failures import RankDiedError, checkpoint_unreadable, failure_message
 from cluster.supervisor.formation import Formation, visible_gpus
 from cluster.supervisor.group_spec import GroupSpec
 from cluster.supervisor.heartbeat import Hang, Heartbeats, HungRankError
@@ -26,6 +23,7 @@ from cluster.supervisor.placement import NodeLostError, PlacementError
 from cluster.supervisor.ray_calls import result
 from cluster.supervisor.recovery import find_memberships, recover
 from cluster.supervisor.roster import Roster
+from cluster.supervisor.slow_ranks import SlowRanks
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupState, GroupStatus, Rebuild
 from kernels.host.owned import OwnedTask
 from workers.config import RankConfig
@@ -53,6 +51,7 @@ class Group:
     rebuild_attempts: rebuilds in a row that may fail, or serve for less than STABLE_S; 0 = a failed rank ends the
         group.
     standby_ranks, shrink: see Roster.
+    slow_ranks: finds the slow ones; without it, none is slow.
     epoch_begins: called with the number of each epoch before a rank joins it.
     """
 
@@ -66,6 +65,7 @@ class Group:
         rebuild_attempts: int = 0,
         standby_ranks: int = 0,
         shrink: bool = False,
+        slow_ranks: SlowRanks | None = None,
         epoch_begins: Callable[[int], Awaitable[None]] = _keep_nothing,
     ):
         self.spec = spec
@@ -88,9 +88,10 @@ class Group:
         )
         self._change = PendingChange()
         self._hang_timeout_s = hang_timeout_s
-        self._rebuild_attempts = rebuild_attempts
-        self._num_failures = 0  # in a row
+        self._attempts = Attempts(rebuild_attempts)
         self._failed: set[int] = set()
+        self._ended: frozenset[int] = frozenset()
+        self._slow_ranks = slow_ranks or SlowRanks()
         self._heartbeats = self._new_heartbeats()
         self._hang: Hang | None = None
         self._serving_since = 0.0
@@ -115,6 +116,7 @@ class Group:
         """The status, with the progress that the ranks report now."""
         status = self.status
         status.vote_ages = self._heartbeats.vote_ages() if self.health.alive else []
+        status.slow, status.slowdowns = self._slow_ranks.slow, self._slow_ranks.slowdowns
         if status.state in ("starting", "rebuilding"):
             await self._formation.refresh_progress()
         return status
@@ -172,7 +174,7 @@ class Group:
             level = logging.DEBUG if explained else logging.ERROR
             logger.log(level, "start failed at stage %s", self.status.stage, exc_info=True)
             message = f"start failed at stage {self.status.stage!r}: {failure_message(error)}"
-            if isinstance(error, RankDiedError) and self._rebuild_attempts:
+            if isinstance(error, RankDiedError) and self._attempts.limit:
                 self._set_state("rebuilding", message)
             else:
                 self._end("failed", message)
@@ -193,14 +195,15 @@ class Group:
 
         Returns the reason, or None if the group was stopped or a change of it is to begin.
         """
-        self._heartbeats = self._new_heartbeats()
+        self._slow_ranks.begin(self.status.locations)
+        self._heartbeats = self._new_heartbeats(self._slow_ranks)
         ended = await epoch_watch.watch(
             self._roster.ranks, self.status.epoch, self._heartbeats, self._change
         )
-        self._failed, self._hang = set(), None
+        self._failed, self._hang, self._ended = set(), None, frozenset()
         if ended is None or not self.health.alive:
             return None
-        self._failed, self._hang = set(ended.failed), ended.hang
+        self._failed, self._hang, self._ended = set(ended.failed), ended.hang, ended.ranks
         return ended.reason
 
     async def change(
@@ -235,8 +238,8 @@ class Group:
         began, first_reason, first_attempt = time.monotonic(), reason, True
         before = self._roster.wanted
         if began - self._serving_since >= STABLE_S:
-            self._num_failures = 0
-        may_try = change is not None or self._may_try()
+            self._attempts.forget()
+        may_try = change is not None or self._attempts.fail(self.status.epoch, self._ended)
         while may_try and not self.health.ended:
             self.status.epoch += 1
             self.status.stages = [] if self._hang is None else [("detection", self._hang.seconds)]
@@ -267,22 +270,19 @@ class Group:
                 if change is not None:
                     change.fail(failed)
                     change, self._roster.wanted = None, before
-                may_try = self._may_try() and not isinstance(error, NodeLostError)
+                may_try = self._attempts.fail() and not isinstance(error, NodeLostError)
             else:
                 seconds = time.monotonic() - began
                 self.status.rebuilt(Rebuild(first_reason, seconds, tuple(self.status.stages)))
-                logger.warning(
-                    "serving again after %.1f s, as epoch %d", seconds, self.status.epoch
-                )
+                epoch = self.status.epoch
+                logger.warning("serving again after %.1f s, as epoch %d", seconds, epoch)
                 if change is not None:
                     change.succeed()
                 return
         if self.health.ended:
             return
-        if 0 < self._rebuild_attempts < self._num_failures:
-            reason += (
-                f" (after {self._rebuild_attempts} rebuilds in a row, cluster.rebuild_attempts)"
-            )
+        if self._attempts.used_up:
+            reason += f" (after {self._attempts.limit} rebuilds in a row, cluster.rebuild_attempts)"
         self.fail(reason)
 
     async def _replace(self, change: PendingChange | None) -> set[int]:
@@ -293,11 +293,6 @@ class Group:
         anew = change is not None and change.anew
         replaced = self._formation.replace(hung, target, anew=anew)
         return await self._formation.stage("replacement", replaced, limited=False)
-
-    def _may_try(self) -> bool:
-        """Count a failure; return whether another rebuild is allowed."""
-        self._num_failures += 1
-        return self._num_failures <= self._rebuild_attempts
 
     def _may_wait(self, began: float) -> bool:
         """Return whether a rebuild that has begun then may wait for the checkpoint."""
@@ -314,9 +309,13 @@ class Group:
         for rank in self._roster.ranks:
             rank.close_stream.remote(self.status.epoch, stream_id)
 
-    def excuse_failures(self) -> None:
-        """Note that the failures so far were due to a request: they do not count towards `rebuild_attempts`."""
-        self._num_failures = 0
+    def expect_failures(self, epoch: int, ranks: Collection[int]) -> None:
+        """Note that requests are on trial in these ranks; `judge_failure` counts a failure of them."""
+        self._attempts.expect(epoch, ranks)
+
+    def judge_failure(self, by_request: bool) -> None:
+        """Note whether a request caused the last failure: then it does not count towards `rebuild_attempts`."""
+        self._attempts.judge(by_request)
 
     def drain(self) -> None:
         """Note that no new requests come."""
@@ -344,9 +343,8 @@ class Group:
             done = [rank.done.remote(epoch) for rank in self._roster.ranks]
             self._roster.ranks[0].stop.remote(epoch)
             try:
-                ended = asyncio.gather(*map(result, done), return_exceptions=True)
                 async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await ended
+                    await asyncio.gather(*map(result, done), return_exceptions=True)
             except TimeoutError:
                 logger.warning("ranks did not stop within %g s and are killed", STOP_TIMEOUT_S)
         self._kill()
@@ -378,10 +376,10 @@ class Group:
         """The GPUs that a process with this description is to see."""
         return visible_gpus(self.status.locations, placement.located(-1, facts))
 
-    def _new_heartbeats(self) -> Heartbeats:
-        config = self._roster.config
+    def _new_heartbeats(self, slow_ranks: SlowRanks | None = None) -> Heartbeats:
+        config, limit_s = self._roster.config, self._hang_timeout_s
         on_cpu = config.device == "cpu"
-        return Heartbeats(config.num_ranks, self._hang_timeout_s, cpu_counts=on_cpu)
+        return Heartbeats(config.num_ranks, limit_s, cpu_counts=on_cpu, slow_ranks=slow_ranks)
 
     def _end(self, state: GroupState, error: str) -> None:
         self._set_state(state, error)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from ray.exceptions import RayTaskError
 
 from cluster.supervisor.ray_calls import result_future
+from cluster.supervisor.slow_ranks import SlowRanks
 from workers.rank.rank_info import Pulse
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ class Heartbeats:
 
     hang_timeout_s  cluster.hang_timeout_s
     cpu_counts      processor time of a step loop counts as progress; on a GPU the loop may wait actively for ever
+    slow_ranks      takes the work of the ranks; those that it wants to replace count as hung
     """
 
     def __init__(
@@ -70,10 +72,12 @@ class Heartbeats:
         hang_timeout_s: float,
         *,
         cpu_counts: bool,
+        slow_ranks: SlowRanks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._limit_s = hang_timeout_s
         self._cpu_counts = cpu_counts
+        self._slow_ranks = slow_ranks or SlowRanks()
         self._clock = clock
         self._pulses: list[Pulse | None] = [None] * num_ranks
         self._silent = [0] * num_ranks  # checks in a row
@@ -138,9 +142,10 @@ class Heartbeats:
                 self._voted[rank] = self._clock()
             still = before is not None and not self._moved(before, pulse)
             self._still[rank] = self._still[rank] + 1 if still else 0
+        self._slow_ranks.take([None if pulse is None else pulse.work for pulse in pulses])
 
     def verdict(self, limit: int = CHECKS) -> Hang | None:
-        """Return the ranks that have hung for `limit` checks, if any."""
+        """Return the ranks that have hung for `limit` checks, or a slow rank to replace, if any."""
         seconds = limit * self._limit_s / CHECKS
         key = "cluster.hang_timeout_s" + (f" x {STAGE_FACTOR}" if limit > CHECKS else "")
         silent = [rank for rank, checks in enumerate(self._silent) if checks >= limit]
@@ -149,7 +154,8 @@ class Heartbeats:
             return Hang(frozenset(silent), f"{_names(silent)}: {reason}", seconds)
         stuck = [r for r, checks in enumerate(self._still) if checks >= limit * self._patience(r)]
         if not stuck:
-            return None
+            slow = self._slow_ranks.due()
+            return None if slow is None else Hang(frozenset({slow.rank}), *slow[1:])
         pulse = self._pulses[stuck[0]]
         assert pulse is not None
         where = _STUCK[pulse.activity]

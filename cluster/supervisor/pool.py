@@ -86,6 +86,10 @@ class ModelPool:
         """
         if not self.can_spare(group):
             raise ValueError(f"no other group serves than {group.spec.name!r}; drain the server")
+        self.begin_drain(group, timeout_s)
+
+    def begin_drain(self, group: Group, timeout_s: float) -> None:
+        """Let a group end as `drain` does, whether another group serves now or not."""
         group.drain()
         self._own(group, self._stop_drained(group, timeout_s), "drain")
 

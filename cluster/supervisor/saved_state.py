@@ -1,4 +1,4 @@
-"""What a supervisor keeps in Ray's GCS for its next process: its groups' epochs, and configurations after changes."""
+"""What a supervisor keeps in Ray's GCS for its next process: epochs, configurations after changes, and drains."""
 
 import asyncio
 import pickle
@@ -17,17 +17,28 @@ class GroupState:
 
     epoch   the last one that began; -1 before the first
     config  after changes in service; None without any
+    drain_s limit of the drain of this group alone that has begun; None without one
     """
 
     epoch: int = -1
     config: PhalanxConfig | None = None
+    drain_s: float | None = None
 
 
 @dataclass
 class PoolState:
-    """What is kept of all groups, by name."""
+    """What is kept of the server.
+
+    groups      of each group, by name
+    drain_s     limit of the drain of the server that has begun; None without one
+    ingresses   the ingresses that had a lease as the drain began
+    drained     the ingresses that have finished their requests since then
+    """
 
     groups: dict[str, GroupState] = field(default_factory=dict)
+    drain_s: float | None = None
+    ingresses: set[str] = field(default_factory=set)
+    drained: set[str] = field(default_factory=set)
 
     def of(self, name: str) -> GroupState:
         """The state of a group, made at the first call."""

@@ -65,6 +65,8 @@ class GroupStatus:
     num_rebuilds  rebuilds that ended in service
     rebuild_s     seconds of them by stage
     vote_ages     seconds since the last vote of each rank; 0 while a rank sleeps because the group is idle
+    slow          the slow ranks
+    slowdowns     how many times as long as the others each rank takes, as last measured; empty if it was not yet
     """
 
     name: str = ""
@@ -81,6 +83,8 @@ class GroupStatus:
     last_rebuild: Rebuild | None = None
     rebuild_s: dict[str, float] = field(default_factory=dict)
     vote_ages: list[float] = field(default_factory=list)
+    slow: list[int] = field(default_factory=list)
+    slowdowns: list[float] = field(default_factory=list)
 
     def rebuilt(self, rebuild: Rebuild) -> None:
         """Count a rebuild."""
@@ -112,6 +116,8 @@ class GroupStatus:
                 "stages": _seconds(last.stages),
             },
             "vote_age_seconds": [round(age, 3) for age in self.vote_ages],
+            "slow_ranks": self.slow,
+            "rank_slowdowns": [round(slowdown, 2) for slowdown in self.slowdowns],
         }
 
 

@@ -23,6 +23,7 @@ from cluster.supervisor.leases import LEASE_S, Leases, WatchedTime
 from cluster.supervisor.placement import num_gpus
 from cluster.supervisor.pool import ModelPool
 from cluster.supervisor.saved_state import PoolState
+from cluster.supervisor.slow_ranks import SlowRanks
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus
 from kernels.host.owned import OwnedTask
 from workers import hub
@@ -72,9 +73,8 @@ class Supervisor:
         self._metrics = SnapshotTotals()
         self._refused: dict[bytes, float] = {}  # digests of requests, by the time of their report
         self._launcher_seen: float | None = None
-        self._drain_timeout_s = 0.0
         self._draining = asyncio.Event()
-        self._drained: set[str] = set()
+        self._awaited: set[str] = set()  # ingresses that may have no lease of this process yet
         self._tasks: list[OwnedTask] = []
 
     def _create_groups(self, config: PhalanxConfig) -> list[Group]:
@@ -98,6 +98,7 @@ class Supervisor:
             rebuild_attempts=cluster.rebuild_attempts,
             standby_ranks=cluster.standby_ranks,
             shrink=cluster.shrink,
+            slow_ranks=SlowRanks(cluster.slow_rank_factor, replace=cluster.replace_slow_rank),
             epoch_begins=partial(self._note_epoch, spec.name),
         )
 
@@ -130,6 +131,17 @@ class Supervisor:
             if not group.members.ranks:
                 kept.config = None
         self._run()
+        self._resume_drains()
+
+    def _resume_drains(self) -> None:
+        """Continue the drains that an earlier process has begun; their time begins anew."""
+        self._awaited = self._state.ingresses
+        for group in self._pool.groups:
+            limit_s = self._state.of(group.spec.name).drain_s
+            if limit_s is not None:
+                self._pool.begin_drain(group, limit_s)
+        if self._state.drain_s is not None:
+            self._begin_drain()
 
     def _run(self) -> None:
         self._pool.run()
@@ -239,32 +251,43 @@ class Supervisor:
         """
         if group is not None:
             self._pool.drain(self._pool.only(group), timeout_s)
-            return
-        for each in self._pool.groups:
-            each.drain()
-        self._drain_timeout_s = timeout_s
+            self._state.of(group).drain_s = timeout_s
+        else:
+            self._state.drain_s, self._state.ingresses = timeout_s, self._leases.ingress_ids
+            self._begin_drain()
+        await self._save_state()
+
+    def _begin_drain(self) -> None:
+        for group in self._pool.groups:
+            group.drain()
         self._draining.set()
 
     async def drain_requested(self) -> float:
         """Return the argument of `drain` once it has been called; ingresses wait here."""
         await self._draining.wait()
-        return self._drain_timeout_s
+        assert self._state.drain_s is not None
+        return self._state.drain_s
 
     async def drained(self, ingress_id: str) -> None:
         """An ingress has finished its requests."""
-        self._drained.add(ingress_id)
+        self._state.drained.add(ingress_id)
+        await self._save_state()
 
     async def is_drained(self) -> bool:
         """Whether every ingress has finished its requests."""
-        return self._drained >= self._leases.ingress_ids
+        return self._state.drained >= self._leases.ingress_ids | self._awaited
 
     async def refuse(self, digest: bytes) -> None:
         """Let every ingress refuse the requests of a digest, which has ended ranks."""
         self._refused[digest] = self._clock()
 
-    async def excuse_failures(self, group: int) -> None:
-        """An ingress has found that a request ended ranks of a group."""
-        self._pool.groups[group].excuse_failures()
+    async def expect_failures(self, group: int, epoch: int, ranks: Collection[int]) -> None:
+        """An ingress puts requests on trial in these ranks, and will judge their next failure."""
+        self._pool.groups[group].expect_failures(epoch, ranks)
+
+    async def judge_failure(self, group: int, by_request: bool) -> None:
+        """An ingress has found whether one of its requests ended ranks of a group."""
+        self._pool.groups[group].judge_failure(by_request)
 
     async def ping(self) -> None:
         """Return at once; a rank calls it from time to time, and ends when this actor has ended for good."""

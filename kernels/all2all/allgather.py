@@ -13,6 +13,7 @@ import torch.distributed as dist
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import Gathered, RowFormat, permute_local
 from kernels.all2all.torch_dist import distributed_unavailable
+from kernels.host.waits import waiting
 from kernels.interface.backend import BackendShape
 from kernels.interface.context import BackendContext
 from kernels.pending import Pending
@@ -73,7 +74,8 @@ class AllGatherAllToAll(AllToAll):
         work = all_gather(rows_NW, sent_TW, group=self._group, async_op=True)
 
         def finish() -> ExpertInput:
-            work.wait()
+            with waiting():
+                work.wait()
             return permute_local(*self._format.fields(rows_NW), self._permutation, None)
 
         return Pending(finish)
@@ -84,7 +86,8 @@ class AllGatherAllToAll(AllToAll):
         work = reduce_scatter(out_TD, sums_ND, group=self._group, async_op=True)
 
         def finish() -> torch.Tensor:
-            work.wait()
+            with waiting():
+                work.wait()
             return out_TD
 
         return Pending(finish)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from kernels.all2all.base import ExpertInput
 from kernels.all2all.payload import Gathered, PayloadAllToAll, RowFormat, permute_local
+from kernels.host.waits import waiting
 from kernels.interface.backend import BackendShape
 from kernels.pending import Pending
 from kernels.routing.expert_map import ExpertMap
@@ -86,7 +87,8 @@ class TorchDistAllToAll(PayloadAllToAll):
         )
 
         def finish() -> ExpertInput:
-            work.wait()
+            with waiting():
+                work.wait()
             return permute_local(*self._format.fields(rows_NW), self._permutation, route)
 
         return Pending(finish)
@@ -100,7 +102,8 @@ class TorchDistAllToAll(PayloadAllToAll):
         )
 
         def finish() -> torch.Tensor:
-            work.wait()
+            with waiting():
+                work.wait()
             return sum_rows(back_SD, route.token_S, route.num_tokens)
 
         return Pending(finish)
@@ -112,8 +115,9 @@ class TorchDistAllToAll(PayloadAllToAll):
         """Exchange the numbers of rows. wanted_rT: whether token t has experts on rank r."""
         send_r = wanted_rT.sum(1)
         recv_r = torch.empty_like(send_r)
-        dist.all_to_all_single(recv_r, send_r, group=self._group)
-        send_splits, recv_splits = torch.stack((send_r, recv_r)).tolist()
+        with waiting():
+            dist.all_to_all_single(recv_r, send_r, group=self._group)
+            send_splits, recv_splits = torch.stack((send_r, recv_r)).tolist()
         token_S = wanted_rT.nonzero()[:, 1]
         for splits, verb in ((send_splits, "sends"), (recv_splits, "receives")):
             assert all(0 <= rows <= self._max_num_tokens for rows in splits), (

@@ -45,7 +45,7 @@ class FlashInferFp8Attention(TritonPagedAttention):
     name = "flashinfer_fp8"
     auto = "reads an FP8 cache: decodes by our kernel, prompts expanded for FlashAttention 3"
     fused_store = True
-    windows = sinks = False
+    windows = sinks = mixed_graph = False
     distributions = ("flashinfer-python", "triton")
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):

@@ -1,7 +1,7 @@
 """Attention with sinks and sliding windows by our Triton kernels, which read the pages where they lie.
 
 For models that flashinfer's wrappers here do not serve. Decodes are cut into chunks of keys where a GPU would idle
-otherwise, and can be captured in CUDA graphs; steps with prompts are not captured. Knows nothing of scheduling.
+otherwise. Forwards can be captured in CUDA graphs, those with prompts too. Knows nothing of scheduling.
 
 T tokens, H query heads, h KV heads, d head dim, B sequences.
 """
@@ -44,7 +44,7 @@ class _Layers:
 
 @dataclass(frozen=True)
 class _Prompts:
-    """Tiles of the sequences behind the decodes, rows and lengths of all sequences."""
+    """Tiles of the sequences behind the decodes and of padding, rows and lengths of all sequences."""
 
     tiles: tuple[torch.Tensor, torch.Tensor]
     starts: torch.Tensor
@@ -53,8 +53,12 @@ class _Prompts:
 
 @dataclass(frozen=True)
 class _GraphBuffers:
-    """What captured forwards read, at fixed addresses; block table and slots of each window."""
+    """What captured forwards read, at fixed addresses; block table and slots of each window.
 
+    max_seqs   sequences of a forward; one with prompts has its decodes in its first rows, up to this many
+    """
+
+    max_seqs: int
     integers: torch.Tensor
     block_tables: Mapping[int | None, torch.Tensor]
     slots: Mapping[int | None, torch.Tensor]
@@ -66,7 +70,7 @@ class TritonPagedAttention(GraphAttention):
     name = "triton"
     devices = ("cuda",)
     auto = "our kernels serve sinks and sliding windows"
-    windows = sinks = fp8_cache = True
+    windows = sinks = fp8_cache = mixed_graph = True
     distributions: tuple[str, ...] = ("triton",)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
@@ -93,6 +97,10 @@ class TritonPagedAttention(GraphAttention):
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
         return triton_unavailable() or too_old_gpu(device, (8, 0))
+
+    @classmethod
+    def captures_prompts(cls, *, hopper: bool) -> bool:
+        return cls.mixed_graph
 
     @classmethod
     def unsupported_reason(cls, shape: BackendShape) -> str | None:
@@ -129,31 +137,50 @@ class TritonPagedAttention(GraphAttention):
 
     def plan(self, batch: AttentionBatch) -> None:
         decodes = batch.num_single_rows
-        seq_lens = batch.seq_lens_cpu[:decodes]
-        cuts = not self._whole(seq_lens, decodes)
-        chunks = [self._chunks(seq_lens, window, decodes, cuts=cuts) for window in self._windows]
-        arrays = [array for one in chunks for array in one.arrays]
-        arrays += self._prompt_arrays(batch)
-        packed = np.concatenate(arrays).astype(np.int32)  # one copy to the device
+        cuts = not self._whole(batch.seq_lens_cpu[:decodes], decodes)
+        lists = [*self._chunk_lists(batch, decodes, cuts=cuts), *self._prompt_lists(batch)]
+        packed = np.concatenate(lists).astype(np.int32)  # one copy to the device
         integers = torch.from_numpy(packed).to(self._device)
-        *found, seqs, firsts, starts, lens = integers.split_with_sizes([len(it) for it in arrays])
-        self._prompts = _Prompts((seqs, firsts), starts, lens)
         self._num_decodes, self._num_tokens = decodes, batch.num_tokens
-        self._layers = {}
+        blocks = {}
         for window in self._windows:
-            parts, found = found[:4], found[4:]
             table, slots = batch.blocks_of(window)
-            decoded = self._decode_kernel.Chunks(*parts, table, cut=self._cut(window, cuts))
-            self._layers[window] = _Layers(slots[: batch.num_tokens], table, decoded)
+            blocks[window] = table, slots[: batch.num_tokens]
+        self._take(integers, lists, cuts, blocks)
 
-    def _prompt_arrays(self, batch: AttentionBatch) -> list[np.ndarray]:
+    def _chunk_lists(self, batch: AttentionBatch, num_rows: int, *, cuts: bool) -> list[np.ndarray]:
+        """The chunks of the decodes for each window."""
+        seq_lens = batch.seq_lens_cpu[: batch.num_single_rows]
+        chunks = [self._chunks(seq_lens, window, num_rows, cuts=cuts) for window in self._windows]
+        return [array for one in chunks for array in one.arrays]
+
+    def _prompt_lists(self, batch: AttentionBatch) -> list[np.ndarray]:
         """Sequence and first token of each tile; first row and length of each sequence."""
         first, starts = self._first_in_tiles(batch), batch.query_start_loc_cpu
         per_tile = self._prompt_kernel.tile_tokens(self._group)
         counts = -(-np.diff(starts)[first:] // per_tile)
         seqs = np.repeat(np.arange(first, batch.num_seqs), counts)
-        before = np.repeat(np.cumsum(counts) - counts, counts)
-        return [seqs, (np.arange(len(seqs)) - before) * per_tile, starts, batch.seq_lens_cpu]
+        return [seqs, _places(counts) * per_tile, starts, batch.seq_lens_cpu]
+
+    def _take(
+        self,
+        integers: torch.Tensor,
+        lists: list[np.ndarray],
+        cuts: bool,
+        blocks: Mapping[int | None, tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Read chunks, and tiles if there are, from the copy of `lists` on the device; blocks: tables and slots."""
+        found = list(integers.split_with_sizes([len(it) for it in lists]))
+        self._layers = {}
+        for window in self._windows:
+            parts, found = found[:4], found[4:]
+            table, slots = blocks[window]
+            decoded = self._decode_kernel.Chunks(*parts, table, cut=self._cut(window, cuts))
+            self._layers[window] = _Layers(slots, table, decoded)
+        self._prompts = None
+        if found:
+            seqs, firsts, starts, lens = found
+            self._prompts = _Prompts((seqs, firsts), starts, lens)
 
     def _first_in_tiles(self, batch: AttentionBatch) -> int:
         """Return the first sequence of the tiles; those behind it run in tiles too."""
@@ -226,9 +253,11 @@ class TritonPagedAttention(GraphAttention):
 
     def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
         of_window = 3 * max_chunks(max_rows, self._programs) + max_rows + 1
+        of_prompts = 2 * self._max_tiles(max_rows, max_seqs) + 2 * max_seqs + 1
         new: dict[str, Any] = {"device": self._device}
         self._graphs = _GraphBuffers(
-            torch.zeros(len(self._windows) * of_window, dtype=torch.int32, **new),
+            max_seqs,
+            torch.zeros(len(self._windows) * of_window + of_prompts, dtype=torch.int32, **new),
             {
                 window: torch.zeros(max_seqs, max_blocks, dtype=torch.int64, **new)
                 for window in self._windows
@@ -236,41 +265,76 @@ class TritonPagedAttention(GraphAttention):
             {window: torch.zeros(max_rows, dtype=torch.int64, **new) for window in self._windows},
         )
 
+    def _max_tiles(self, num_rows: int, num_seqs: int) -> int:
+        """Return the most tiles of any prompts and padding: a sequence may leave its last tile partly empty."""
+        per_tile: int = self._prompt_kernel.tile_tokens(self._group)
+        return num_rows // per_tile + num_seqs + 1
+
     def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
-        assert not prompts, "steps with prompts are not captured"
+        if prompts:
+            return (GraphForm.MIXED,)
         return GraphForm.EVEN_DECODES, GraphForm.DECODES
 
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
-        even, general = self.forms(num_rows, prompts=prompts)
-        return even if self._whole(batch.seq_lens_cpu, num_rows) else general
+        *even, general = self.forms(num_rows, prompts=prompts)
+        return even[0] if even and self._whole(batch.seq_lens_cpu, num_rows) else general
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
         graphs = self._graphs
         assert graphs is not None, "reserve_graphs comes first"
-        assert batch.num_single_rows == batch.num_seqs == batch.num_tokens <= num_rows
-        cuts = form == GraphForm.DECODES
-        chunks = [
-            self._chunks(batch.seq_lens_cpu, window, num_rows, cuts=cuts)
-            for window in self._windows
-        ]
-        arrays = [array for one in chunks for array in one.arrays]
-        packed = torch.from_numpy(np.concatenate(arrays))
+        assert batch.num_seqs <= graphs.max_seqs and batch.num_tokens <= num_rows
+        mixed, cuts = form == GraphForm.MIXED, form != GraphForm.EVEN_DECODES
+        assert mixed or batch.num_single_rows == batch.num_seqs == batch.num_tokens
+        decodes = min(num_rows, graphs.max_seqs) if mixed else num_rows
+        lists = self._chunk_lists(batch, decodes, cuts=cuts)
+        if mixed:
+            lists += self._padded_prompt_lists(batch, num_rows, decodes)
+        packed = torch.from_numpy(np.concatenate(lists).astype(np.int32))
         integers = graphs.integers[: len(packed)]
         integers.copy_(packed, non_blocking=True)
-        found = list(integers.split_with_sizes([len(it) for it in arrays]))
-        self._prompts, self._num_decodes, self._num_tokens = None, num_rows, num_rows
-        self._layers = {}
-        for window in self._windows:
-            parts, found = found[:4], found[4:]
-            table, slots = graphs.block_tables[window], graphs.slots[window][:num_rows]
-            new_table, new_slots = batch.blocks_of(window)
-            rows, columns = new_table.shape
-            assert columns <= table.shape[1], "reserve_graphs was given fewer blocks"
-            table[:rows, :columns].copy_(new_table)
-            slots[:rows].copy_(new_slots)
-            slots[rows:].fill_(-1)
-            decoded = self._decode_kernel.Chunks(*parts, table, cut=self._cut(window, cuts))
-            self._layers[window] = _Layers(slots, table, decoded)
+        self._num_decodes, self._num_tokens = decodes, num_rows
+        blocks = {it: self._copy_blocks(graphs, batch, it, num_rows) for it in self._windows}
+        self._take(integers, lists, cuts, blocks)
+
+    def _padded_prompt_lists(
+        self, batch: AttentionBatch, num_rows: int, num_seqs: int
+    ) -> list[np.ndarray]:
+        """`_prompt_lists` of fixed lengths, with tiles of the rows behind the batch."""
+        seqs, firsts, starts, lens = self._prompt_lists(batch)
+        per_tile = self._prompt_kernel.tile_tokens(self._group)
+        behind = np.arange(batch.num_tokens, num_rows, per_tile)
+        most = self._max_tiles(num_rows, num_seqs)
+        padding = np.full(len(behind), self._prompt_kernel.PADDING.value)
+        return [
+            _extend(np.concatenate((seqs, padding)), most, self._prompt_kernel.NOTHING.value),
+            _extend(np.concatenate((firsts, behind)), most, 0),
+            _extend(starts, num_seqs + 1, batch.num_tokens),
+            _extend(lens, num_seqs, 0),
+        ]
+
+    def _copy_blocks(
+        self, graphs: _GraphBuffers, batch: AttentionBatch, window: int | None, num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the block table and the slots of layers with this window to those that captured forwards read."""
+        table, slots = graphs.block_tables[window], graphs.slots[window][:num_rows]
+        new_table, new_slots = batch.blocks_of(window)
+        rows, columns = new_table.shape
+        assert columns <= table.shape[1], "reserve_graphs was given fewer blocks"
+        table[:rows, :columns].copy_(new_table)
+        slots[: batch.num_tokens].copy_(new_slots[: batch.num_tokens])
+        slots[batch.num_tokens :].fill_(-1)
+        return table, slots
+
+
+def _places(counts: np.ndarray) -> np.ndarray:
+    """Return 0 .. count - 1 for each count, one after the other."""
+    places: np.ndarray = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return places
+
+
+def _extend(values: np.ndarray, length: int, fill: int) -> np.ndarray:
+    assert len(values) <= length, (len(values), length)
+    return np.concatenate((values, np.full(length - len(values), fill)))
 
 
 def _multiprocessors(device: torch.device) -> int:

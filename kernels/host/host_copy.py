@@ -11,6 +11,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from kernels.host.waits import waiting
+
 
 class HostCopies:
     """The copies of one step: call it with each tensor once all tensors are computed, then `finish`, then `wait`."""
@@ -39,7 +41,8 @@ class HostCopies:
     def wait(self) -> None:
         """Wait for the copies."""
         if self._stream is not None:
-            self._done.synchronize()
+            with waiting():
+                self._done.synchronize()
             self._sources.clear()
 
 

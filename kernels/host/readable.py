@@ -9,6 +9,8 @@ import select
 import socket
 import time
 
+from kernels.host.waits import waiting
+
 YIELD_S = 2e-4  # seconds of yielding the core, 2 us each time on a free core; then the rank sleeps
 
 
@@ -24,9 +26,10 @@ class Readable:
         poll = self._poll.poll
         if poll(0):
             return True
-        yield_until = time.monotonic() + YIELD_S
-        while time.monotonic() < yield_until:
-            os.sched_yield()
-            if poll(0):
-                return True
-        return bool(poll(1000 * timeout_s))
+        with waiting():
+            yield_until = time.monotonic() + YIELD_S
+            while time.monotonic() < yield_until:
+                os.sched_yield()
+                if poll(0):
+                    return True
+            return bool(poll(1000 * timeout_s))

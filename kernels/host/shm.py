@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kernels.host.file_locks import is_locked, lock_byte
+from kernels.host.waits import add_wait
 from kernels.pending import Pending
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ PAGE = 4096
 SPINS = 200  # polls before yielding the core, about 20 us; 0 when ranks must share cores
 YIELD_S = 2e-3  # seconds of yielding the core, 0.7 us each time; then the rank sleeps
 PEER_CHECK_S = 0.02  # interval at which a waiting rank checks that its peers are alive
+LATE_POLL_S = 5e-3
+"""Longest time between two polls that counts as a wait: beyond it the process was stopped or had no core."""
 LEFT = "this rank left the group while it waited"
 
 
@@ -241,12 +244,15 @@ class SharedMemoryGroup:
 
     def _wait_slowly(self, words: Sequence[int], least: int, timeout_s: float, what: str) -> None:
         memory, start, next_check = self.words, time.monotonic(), PEER_CHECK_S
+        polled, idle_s = start, 0.0
         while late := [
             rank for rank, word in zip(self.peers, words, strict=True) if memory[word] < least
         ]:
             if self._left.is_set():
                 raise PeerLeftError(LEFT)
-            waited = time.monotonic() - start
+            now = time.monotonic()
+            idle_s += min(now - polled, LATE_POLL_S)
+            polled, waited = now, now - start
             if waited > timeout_s:
                 names = ", ".join(str(self._first_rank + rank) for rank in late)
                 raise TimeoutError(f"rank {names} did not {what} within {timeout_s:g} s")
@@ -257,6 +263,7 @@ class SharedMemoryGroup:
                 next_check = waited + PEER_CHECK_S
                 self._check_alive(late, words, least, what)
             time.sleep(5e-5 if waited < 0.05 else 5e-4)
+        add_wait(idle_s + min(time.monotonic() - polled, LATE_POLL_S))
 
     def _check_alive(
         self, late: Sequence[int], words: Sequence[int], least: int, what: str

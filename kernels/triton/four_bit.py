@@ -96,17 +96,19 @@ def load_scales(
 ):
     """Return scales and zero points [W] of rows from `row` on, of a block's columns in the low, then the high bits.
 
-    scales, zeros   places of 32-bit words
+    scales, zeros   places of 32-bit words; a word of MXFP4 has a row's scales of two blocks
     """
-    PER_WORD: tl.constexpr = 2 if KIND == "int4" else 4
+    if KIND == "mxfp4":
+        words = tl.load(scales_ptr + (block // 2) * num_rows + row + tl.arange(0, TILE_W))
+        scales, zeros = words >> (block % 2 * 16), tl.full((TILE_W,), 0, tl.int32)
+        return scales, zeros, scales >> 8, zeros
     at = (block * 64 // GROUP) * num_rows + row
-    scales = _load_part(scales_ptr, at, TILE_W, PER_WORD)
-    zeros = tl.full((TILE_W,), 8, tl.int32)
+    scales, zeros = _load_part(scales_ptr, at, TILE_W, 2), tl.full((TILE_W,), 8, tl.int32)
     if ZEROS:
         zeros = _load_part(zeros_ptr, at, TILE_W, 4) & 15
     high_scales, high_zeros = scales, zeros
     if GROUP == 32:
-        high_scales = _load_part(scales_ptr, at + num_rows, TILE_W, PER_WORD)
+        high_scales = _load_part(scales_ptr, at + num_rows, TILE_W, 2)
         if ZEROS:
             high_zeros = _load_part(zeros_ptr, at + num_rows, TILE_W, 4) & 15
     return scales, zeros, high_scales, high_zeros

@@ -146,7 +146,7 @@ def _weights_at(
 ):
     """Return the places of codes, and of scales and zero points in 32-bit words, from a weight row on."""
     words = row * (depth // GROUP) // 4
-    scale_words = words * 2 if KIND == "int4" else words
+    scale_words = words * 2 if KIND == "int4" else row * tl.cdiv(depth, 128)
     return codes_ptr + row * (depth // 2), scales_ptr + scale_words, zeros_ptr + words
 
 

@@ -17,6 +17,8 @@ from kernels.triton.fp8_heads import power_of_two
 LN_2 = tl.constexpr(0.6931471805599453)
 ROWS = 16  # fewest rows of a product of tensor cores
 KEYS = 64  # keys at a time
+# In place of a tile's sequence: no tile, and a tile of rows behind the last sequence.
+NOTHING, PADDING = tl.constexpr(-1), tl.constexpr(-2)
 
 
 @triton.jit
@@ -26,6 +28,30 @@ def _places(table_ptr, key, seen, value, head, BLOCK_SIZE, HEADS, HEAD_DIM):
     slot = block * BLOCK_SIZE + key % BLOCK_SIZE
     exponent = (block * HEADS + head) * BLOCK_SIZE + key % BLOCK_SIZE
     return (slot * HEADS + head)[:, None] * HEAD_DIM + value[None, :], exponent
+
+
+@triton.jit
+def _store_zeros(at, mask):
+    tl.store(at, tl.zeros(mask.shape, at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _span(starts_ptr, lens_ptr, seq):
+    """Return the first row of a sequence, its new tokens and its context."""
+    start = tl.load(starts_ptr + seq)
+    num_new = tl.load(starts_ptr + seq + 1) - start
+    return start, num_new, tl.load(lens_ptr + seq) - num_new
+
+
+@triton.jit
+def _sinks(sinks_ptr, query_head, used, SINKS: tl.constexpr):
+    """Return the maximum and the sum of the softmax before the first key."""
+    top = tl.full(used.shape, float("-inf"), tl.float32)
+    total = tl.zeros(used.shape, tl.float32)
+    if SINKS:
+        top = tl.load(sinks_ptr + query_head, mask=used, other=0).to(tl.float32)
+        total += 1
+    return top, total
 
 
 @triton.jit
@@ -117,12 +143,13 @@ def attend(
 @triton.jit(
     do_not_specialize=[
         *("q_row", "table_ptr", "table_row", "seq_ptr", "first_ptr", "starts_ptr", "lens_ptr"),
-        *("sinks_ptr", "k_exponents_ptr", "v_exponents_ptr"),
+        *("sinks_ptr", "k_exponents_ptr", "v_exponents_ptr", "num_rows"),
     ]
 )
 def paged_attention_kernel(
     q_ptr,
     q_row,
+    num_rows,
     k_ptr,
     v_ptr,
     k_exponents_ptr,
@@ -152,23 +179,22 @@ def paged_attention_kernel(
     """One tile of up to TOKENS tokens, for one KV head. WINDOW 0: no window."""
     tile, head = tl.program_id(0), tl.program_id(1)
     seq, first = tl.load(seq_ptr + tile), tl.load(first_ptr + tile)
-    start = tl.load(starts_ptr + seq)
-    num_new = tl.load(starts_ptr + seq + 1) - start
-    context = tl.load(lens_ptr + seq) - num_new
     row = tl.arange(0, ROWS)
     token = first + row // GROUP
     query_head = head * GROUP + row % GROUP
-    used = (row < TOKENS * GROUP) & (token < num_new)
     value = tl.arange(0, HEAD_DIM_2)
+    head_at = query_head[:, None] * HEAD_DIM + value[None, :]
+    if seq < 0:
+        behind = (row < TOKENS * GROUP) & (token < num_rows) & (seq == PADDING)
+        out_at = token.to(tl.int64)[:, None] * (HEADS * GROUP * HEAD_DIM) + head_at
+        _store_zeros(out_ptr + out_at, behind[:, None] & (value < HEAD_DIM)[None, :])
+        return
+    start, num_new, context = _span(starts_ptr, lens_ptr, seq)
+    used = (row < TOKENS * GROUP) & (token < num_new)
     mask = used[:, None] & (value < HEAD_DIM)[None, :]
     at = (start + token).to(tl.int64)[:, None]
-    head_at = query_head[:, None] * HEAD_DIM + value[None, :]
     q = tl.load(q_ptr + at * q_row + head_at, mask=mask, other=0)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    if SINKS:
-        top = tl.load(sinks_ptr + query_head, mask=used, other=0).to(tl.float32)
-        total += 1
+    top, total = _sinks(sinks_ptr, query_head, used, SINKS)
     lowest = tl.maximum(context + first + 1 - WINDOW, 0) if WINDOW else 0
     top, total, out = attend(
         *(q, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr),
@@ -207,7 +233,8 @@ def paged_attention(
     q             rows of contiguous heads, any stride between rows; out is contiguous
     k, v cache    [num_blocks, block_size, h, d]
     block_table   int64 [B, max_blocks]; entries before the first window may be any
-    tiles         int32 [N] each: the sequence of a tile, and the first of its up to `tile_tokens` new tokens
+    tiles         int32 [N] each: the sequence of a tile, and the first of its up to `tile_tokens` new tokens; NOTHING;
+                  PADDING and the first of up to `tile_tokens` rows, which become zero
     starts, lens  int32 [B + 1] first row of a sequence, and [B] its context and new tokens
     sinks         float32 [H]
     exponents     of caches in float8_e4m3fn: those of K and of V, uint8 [num_blocks, h, block_size]
@@ -221,8 +248,8 @@ def paged_attention(
     if not len(seqs):
         return
     paged_attention_kernel[(len(seqs), num_kv_heads)](
-        *(q_THd, q_THd.stride(0), k_cache, v_cache, *(exponents or (lens, lens)), out_THd),
-        *(block_table, block_table.stride(0), seqs, firsts, starts, lens),
+        *(q_THd, q_THd.stride(0), len(q_THd), k_cache, v_cache, *(exponents or (lens, lens))),
+        *(out_THd, block_table, block_table.stride(0), seqs, firsts, starts, lens),
         *(starts if sinks_H is None else sinks_H, scale),
         WINDOW=window or 0,
         SINKS=sinks_H is not None,

@@ -6,7 +6,8 @@ clients repeat the other requests while failures follow each other, a few second
 missing or a doubled token, or a wrong usage. An answer that differs counts as rounding if the undisturbed server also
 gives it when noise of the size of rounding errors is added to all hidden states. The pause of a failure is the time
 until every stream that was open has its next item. Memory, files, threads and segments after the last rebuild are
-compared with those after the first. Run it as scripts/chaos.
+compared with those after the first, when each has answered all requests: pools start their threads with the first work.
+Run it as scripts/chaos.
 """
 
 import argparse
@@ -20,23 +21,50 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
 import httpx
 
-from scripts.bench import ROOT
-from scripts.bench.chaos_faults import BREAKS_CONNECTIONS, FAULTS, Failure, Victim, cause
-from scripts.bench.chaos_judge import control, judge
+from scripts.bench import ROOT, soak
+from scripts.bench.chaos_faults import (
+    BREAKS_CONNECTIONS,
+    FAULTS,
+    OPERATOR_KEY,
+    TWO_RANKS,
+    Failure,
+    Victim,
+    cause,
+)
+from scripts.bench.chaos_judge import answers, control, judge
+from scripts.bench.chaos_pauses import pauses
 from scripts.bench.chaos_resources import growth, measure
-from scripts.bench.chaos_streams import Answer, Found, Request, reference, repeat, requests_of
-from scripts.bench.results import add_options, origin, save
-from scripts.bench.servers import ServerProcess, free_port
+from scripts.bench.chaos_streams import (
+    MODEL,
+    Answer,
+    Found,
+    Request,
+    reference,
+    repeat,
+    requests_of,
+)
+from scripts.bench.results import add_options, origin, save, write
+from scripts.bench.servers import ServerProcess, free_port, phalanx
+from scripts.bench.soak import GROW_MB
+from scripts.bench.soak_curve import ALL_ROLES, page
 
 CONFIG = ROOT / "configs" / "local.yaml"
 HOOKS = ROOT / "scripts" / "bench" / "fault_hooks"
 SETTLE_S = 3.0
-MODEL = "demo"
+SETTINGS = ["cluster.rebuild_attempts=20", "model.max_model_len=1024", "cache.num_blocks=4096"]
+SOAK = {
+    "streams": 24,
+    "requests": 54,
+    "faults": list(FAULTS),
+    "every_s": 60.0,
+    "timeout_s": 60.0,
+    "out": ROOT / "docs" / "results" / "chaos-cpu-soak",
+}
+"""Defaults of --soak."""
 
 
 async def disturb(
@@ -52,14 +80,15 @@ async def disturb(
         requests, expected = await reference(client, asked)
         print(f"{len(requests)} of {len(asked)} requests have one answer", file=sys.stderr)
         await cause(victim, ["kill"], 0.0, options.seed)
+        await answers(client, requests, "after the first failure")
         await asyncio.sleep(SETTLE_S)
-        before = measure(server.pid)
+        before = measure(server.pid, options.app_name)
         causes = partial(cause, victim, schedule(options), options.every_s, options.seed)
         found, failures = await streams_under(
             client, requests, expected, causes, options.streams, options.faults
         )
         await asyncio.sleep(SETTLE_S)
-        after = measure(server.pid)
+        after = measure(server.pid, options.app_name)
         rounding = await judge(victim, client, requests, found)
         noise = await control(victim, client, requests, expected)
     return {
@@ -104,38 +133,6 @@ def schedule(options: argparse.Namespace) -> list[str]:
     return kinds
 
 
-def pauses(failures: list[Failure], found: Found) -> dict[str, Any]:
-    """Return the times of the failures, by kind."""
-    of_kind: dict[str, list[Failure]] = {}
-    for failure in failures:
-        of_kind.setdefault(failure.kind, []).append(failure)
-    return {
-        kind: {
-            "count": len(members),
-            "pause_s": spread([found.pause(failure.at) for failure in members]),
-            "detected_s": spread([f.detected_s for f in members if f.detected_s is not None]),
-            "serving_s": spread([f.serving_s for f in members if f.serving_s is not None]),
-            "stages_s": {
-                name: round(median([f.stages[name] for f in members if name in f.stages]), 3)
-                for name in dict.fromkeys(name for f in members for name in f.stages)
-            },
-        }
-        for kind, members in of_kind.items()
-    }
-
-
-def spread(seconds: list[float]) -> dict[str, float]:
-    """Return median, 99th percentile and maximum."""
-    if not seconds:
-        return {}
-    p99 = quantiles(seconds, n=100, method="inclusive")[98] if len(seconds) > 1 else seconds[0]
-    return {
-        "median": round(median(seconds), 2),
-        "p99": round(p99, 2),
-        "most": round(max(seconds), 2),
-    }
-
-
 def fault_list(text: str) -> list[str]:
     """The kinds of `--faults`."""
     names = list(FAULTS) if text == "all" else text.split(",")
@@ -145,56 +142,108 @@ def fault_list(text: str) -> list[str]:
     return names
 
 
-def main() -> None:
-    """Command line. Exit code 1 when a stream failed or a resource grew."""
+def duration(text: str) -> float:
+    """The hours of `--soak`."""
+    if not (hours := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{hours:g} hours are no time")
+    return hours
+
+
+def bound(text: str) -> tuple[str, float]:
+    """The role and the MB of `--grow-mb`."""
+    role, _, limit = text.partition("=")
+    if role not in ALL_ROLES:
+        raise argparse.ArgumentTypeError(f"{role!r} is none of {', '.join(ALL_ROLES)}")
+    return role, float(limit)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options of the command line; --soak has other defaults."""
     kinds = "; ".join(
         f"{name}: {(fault.__doc__ or '').rstrip('.')}" for name, fault in FAULTS.items()
     )
-    parser = argparse.ArgumentParser(description=__doc__, epilog=f"Failures: {kinds}.")
+    shown = ", ".join(
+        f"{name} {SOAK[name]}" for name in ("streams", "requests", "every_s", "timeout_s")
+    )
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"With --soak: {soak.__doc__} Its defaults: all failures, {shown}. Failures: {kinds}.",
+    )
+    parser.add_argument("--soak", type=duration, metavar="HOURS", help="mixed traffic for so long")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--streams", type=int, default=200, help="in flight at once")
     parser.add_argument("--requests", type=int, default=72, help="different requests")
-    parser.add_argument("--failures", type=int, default=50)
+    parser.add_argument("--failures", type=int, default=50, help="not of --soak")
     parser.add_argument(
         "--faults", type=fault_list, default=["kill"], help="kinds, by commas; or all"
     )
     parser.add_argument("--every-s", type=float, default=5.0, help="between failures, on average")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="of a request")
+    parser.add_argument(
+        "--timeout-s",
+        type=float,
+        default=300.0,
+        help="of a request; of --soak: longest time without an item",
+    )
+    parser.add_argument(
+        "--grow-mb",
+        type=bound,
+        action="append",
+        default=[],
+        metavar="ROLE=MB",
+        help=f"bound of --soak for the memory of a role: {GROW_MB}",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], help="setting of the server")
     add_options(parser, "chaos", drawn=False)
-    options = parser.parse_args()
+    if parser.parse_known_args(arguments)[0].soak is not None:
+        parser.set_defaults(**SOAK)
+    options = parser.parse_args(arguments)
+    options.grow_mb = GROW_MB | dict(options.grow_mb)
+    if options.ranks < 2:
+        options.faults = [kind for kind in options.faults if kind not in TWO_RANKS]
+    return options
+
+
+def main() -> None:
+    """Command line. Exit code 1 when a stream failed, a resource grew, or a bound was broken."""
+    options = parse()
+    measured = disturb if options.soak is None else soak.soak
     port = free_port()
-    settings = [f"serve.port={port}", f"cluster.ranks={options.ranks}"]
-    settings += ["cluster.rebuild_attempts=20", "model.max_model_len=1024", "cache.num_blocks=4096"]
+    settings = [f"cluster.ranks={options.ranks}", *SETTINGS]
     if "ubatch" in options.faults:  # on CPU, and with shm, no step is cut by itself
         settings += ["overlap.mode=on"]
-    command = [sys.executable, "-m", "cluster.cli", "serve", str(CONFIG)]
-    command += [part for setting in (*settings, *options.set) for part in ("--set", setting)]
+    if "two-ingresses" in options.faults:
+        settings += ["serve.replicas=2"]
+    options.app_name = f"chaos-{port}"
+    own = [f"serve.port={port}", f"serve.app_name={options.app_name}"]
+    command = phalanx("serve", CONFIG, [*own, *settings, *options.set])
     with tempfile.TemporaryDirectory(prefix="phalanx-chaos-") as name:
         folder = Path(name)
         os.environ["PHALANX_FAULTS"] = name
+        os.environ["PHALANX_OPERATOR_KEY"] = OPERATOR_KEY
         os.environ["PYTHONPATH"] = os.pathsep.join(
             [str(HOOKS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         )
         server = ServerProcess(command, port, MODEL, folder / "log")
         try:
-            found = asyncio.run(disturb(options, server, folder))
+            found = asyncio.run(measured(options, server, folder))
         except BaseException:
             print((folder / "log").read_text()[-8000:], file=sys.stderr)
             raise
         finally:
             server.stop()
     results = {
-        "method": __doc__,
+        "method": soak.__doc__ if options.soak else __doc__,
         **origin(0, options.commit, served=True),
         "ranks": options.ranks,
         "streams": options.streams,
         "seconds_between": options.every_s,
-        "settings": settings[1:] + options.set,
+        "settings": settings + options.set,
         **found,
     }
     save(options.out, results)
+    if options.soak:
+        write(options.out, results, page)
     shown = ("answered", "failed", "rounding", "noise_without_failures", "failures", "resources")
     print(json.dumps({key: results[key] for key in shown}, indent=1))
     sys.exit(1 if found["failed"] or found["resources"]["grew"] else 0)

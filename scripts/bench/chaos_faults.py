@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,22 @@ from typing import Any
 import httpx
 import psutil
 
+from scripts.bench import chaos_control_faults as control
+from scripts.bench.chaos_slow import slow
+
 POLL_S = 0.05
 STATE = re.compile(r"^(\w+), epoch (\d+)", re.M)
+SLOW = re.compile(r"rank (\d+) is slow: .* process (\d+) on")
+SLOW_METRIC = re.compile(r'^phalanx:slow_rank\{.*rank="(\d+)"\} 1', re.M)
 SERVING_S = 120.0
 """Time for a group to serve again."""
 STOPPED_S = 5.0
 INGRESS_STOPPED_S = 15.0
+EXPIRED = "a lease of this ingress has expired"
 POISON_SEED = 666_000_666
 """Seed of a request that fails each step of a rank, see fault_hooks."""
 DELAYED_S = 3.0
+OPERATOR_KEY = "operator-of-chaos"
 
 
 @dataclass
@@ -55,7 +62,7 @@ class Victim:
     def __init__(
         self, pid: int, log: Path, client: httpx.AsyncClient, folder: Path, num_ranks: int
     ):
-        self._pid, self._log, self._client, self._folder = pid, log, client, folder
+        self._pid, self._log, self._client, self.folder = pid, log, client, folder
         self.num_ranks = num_ranks
 
     def processes(self, title: str) -> list[psutil.Process]:
@@ -96,9 +103,22 @@ class Victim:
             return {}
         return dict((group["last_rebuild"] or {}).get("stages", {}))
 
+    def slow_rank(self, pid: int) -> int | None:
+        """Return the rank of a process that the log has called slow."""
+        found = SLOW.findall(self._log.read_text(errors="replace"))
+        return next((int(rank) for rank, other in reversed(found) if int(other) == pid), None)
+
+    async def slow_ranks(self) -> list[int]:
+        """Return the slow ranks of the metrics."""
+        try:
+            text = (await self._client.get("/metrics", timeout=5)).text
+        except httpx.HTTPError:
+            return []
+        return [int(rank) for rank in SLOW_METRIC.findall(text)]
+
     async def arm(self, process: psutil.Process, point: str) -> None:
         """Let a point of a rank fail, and return when it has."""
-        path = self._folder / f"{process.pid}.{point}"
+        path = self.folder / f"{process.pid}.{point}"
         path.touch()
         deadline = time.monotonic() + SERVING_S
         while path.exists() and process.is_running():
@@ -108,29 +128,48 @@ class Victim:
     @contextlib.contextmanager
     def present(self, name: str) -> Any:
         """Let a file be there, see fault_hooks."""
-        path = self._folder / name
+        path = self.folder / name
         path.touch()
         try:
             yield
         finally:
             path.unlink()
 
-    async def poison(self, way: str) -> httpx.Response:
-        """Send a request that fails each step of its rank, by SIGKILL (`die`) or an error; return the answer."""
-        path = self._folder / "poison"
+    @contextlib.contextmanager
+    def poisoned(self, way: str) -> Iterator[str]:
+        """Let requests of `send_poison` fail each step of their rank, by SIGKILL (`die`) or an error.
+
+        Yields a prompt for them that no request had before: an earlier one is refused.
+        """
+        path = self.folder / "poison"
         path.write_text(way)
-        deadline = time.monotonic() + SERVING_S
         try:
-            while True:
-                try:
-                    models = (await self._client.get("/v1/models")).json()["data"]
-                    body = {"model": models[0]["id"], "prompt": "poison", "seed": POISON_SEED}
-                    return await self._client.post("/v1/completions", json=body, timeout=SERVING_S)
-                except httpx.ConnectError:  # the ingress starts anew
-                    assert time.monotonic() < deadline, "no ingress"
-                    await asyncio.sleep(POLL_S)
+            yield f"poison {time.monotonic_ns()}"
         finally:
             path.unlink()
+
+    async def send_poison(self, prompt: str) -> httpx.Response:
+        """Send a request that fails each step of its rank; return the answer."""
+        deadline = time.monotonic() + SERVING_S
+        while True:
+            try:
+                models = (await self._client.get("/v1/models")).json()["data"]
+                body = {"model": models[0]["id"], "prompt": prompt, "seed": POISON_SEED}
+                return await self._client.post("/v1/completions", json=body, timeout=SERVING_S)
+            except httpx.ConnectError:  # the ingress starts anew
+                assert time.monotonic() < deadline, "no ingress"
+                await asyncio.sleep(POLL_S)
+
+    async def operate(self, change: str, timeout_s: float) -> httpx.Response:
+        """Send a call of an operator; return the answer."""
+        headers = {"authorization": f"Bearer {OPERATOR_KEY}"}
+        return await self._client.post(
+            f"/admin/{change}", json={}, headers=headers, timeout=timeout_s
+        )
+
+    def count(self, words: str) -> int:
+        """How often the server has printed these words."""
+        return self._log.read_text(errors="replace").count(words)
 
 
 Fault = Callable[[Victim, random.Random], Coroutine[Any, Any, float | None]]
@@ -190,7 +229,8 @@ def poison(way: str) -> Fault:
     """Return the fault of a request that ends each rank that runs it."""
 
     async def fail(victim: Victim, _rng: random.Random) -> None:
-        response = await victim.poison(way)
+        with victim.poisoned(way) as prompt:
+            response = await victim.send_poison(prompt)
         assert "request_ended_ranks" in response.text, response.text[:500]
 
     fail.__doc__ = f"A request that ends its rank each time ({way}); it must be set aside."
@@ -219,9 +259,14 @@ async def kill_ingress(victim: Victim, rng: random.Random) -> None:
 async def stop_ingress(victim: Victim, rng: random.Random) -> None:
     """SIGSTOP of an HTTP process for 15 s, longer than its lease: its requests leave the ranks, and come back."""
     process = rng.choice(victim.processes("ray::ServeReplica"))
+    expired = victim.count(EXPIRED)
     process.send_signal(signal.SIGSTOP)
     await asyncio.sleep(INGRESS_STOPPED_S)
     process.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + SERVING_S
+    while victim.count(EXPIRED) == expired:
+        assert time.monotonic() < deadline, "no lease has expired"
+        await asyncio.sleep(POLL_S)
 
 
 FAULTS: dict[str, Fault] = {
@@ -243,10 +288,19 @@ FAULTS: dict[str, Fault] = {
     "ingress-stop": stop_ingress,
     "lost": at_point("lost"),
     "reset": at_point("reset"),
+    "server": control.kill_server,
+    "supervisor-rebuild": control.kill_supervisor_in_rebuild,
+    "supervisor-change": control.kill_supervisor_in_change,
+    "two-ingresses": control.kill_under_two_ingresses,
+    "poison-many": control.poison_from_many,
+    "partition": control.part,
+    "slow": slow,
 }
 WITHOUT_REBUILD = {"delay", "supervisor", "ingress", "ingress-stop", "lost", "reset"}
+WITHOUT_REBUILD |= {"partition", "slow"}
 MAY_PASS = {"stop-continue"}
 """Failures that end by themselves, perhaps before the group notices."""
+TWO_RANKS = {"two", "rebuild"}
 UNNOTICED_S = 15.0
 BREAKS_CONNECTIONS = {"ingress"}
 
@@ -266,18 +320,26 @@ async def cause(victim: Victim, kinds: Iterable[str], every_s: float, seed: int)
     failures = []
     for number, kind in enumerate(kinds):
         await asyncio.sleep(every_s * rng.uniform(0.5, 1.5))
-        before = await victim.wait_group(serves)
-        failure = Failure(kind, time.monotonic())
         print(f"{number + 1}: {kind}", file=sys.stderr, flush=True)
-        watching = asyncio.create_task(watch(victim, failure, before))
-        happened = await FAULTS[kind](victim, rng)
-        await watching
-        if happened is not None:
-            failure.count_from(happened)
-        failures.append(failure)
+        failures.append(await cause_one(victim, kind, rng))
     await victim.wait_group(serves)
     await only_ranks(victim)
     return failures
+
+
+async def cause_one(victim: Victim, kind: str, rng: random.Random) -> Failure:
+    """Cause one failure once the group serves, and return when it serves again."""
+    before = await victim.wait_group(serves)
+    failure = Failure(kind, time.monotonic())
+    watching = asyncio.create_task(watch(victim, failure, before))
+    try:
+        happened = await FAULTS[kind](victim, rng)
+        await watching
+    finally:
+        watching.cancel()
+    if happened is not None:
+        failure.count_from(happened)
+    return failure
 
 
 def serves(state: str, _: int) -> bool:

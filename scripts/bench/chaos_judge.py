@@ -33,14 +33,24 @@ async def judge(
     requests: list[Request],
     found: Found,
 ) -> list[Difference]:
-    """Return the differences that rounding explains; the other ones become failures. The group must serve."""
+    """Return the differences that rounding explains; the other ones become failures. The group must serve.
+
+    Equal answers to a request are judged once.
+    """
     explained: list[Difference] = []
+    wrong: list[Difference] = []
     with victim.present("noise"):
         for difference in found.different:
-            if await _occurs(client, requests[difference.number], difference.answer):
+            request = requests[difference.number]
+            if any(known.covers(difference) for known in explained):
+                explained.append(difference)
+            elif not difference.answer.left and any(known.covers(difference) for known in wrong):
+                wrong.append(difference)
+            elif await _occurs(client, request, difference.answer):
                 explained.append(difference)
             else:
-                found.failed.append(str(difference))
+                wrong.append(difference)
+    found.failed += map(str, wrong)
     found.different = []
     return explained
 
@@ -50,21 +60,21 @@ async def control(
 ) -> Control:
     """Answer all requests once with noise."""
     with victim.present("noise"):
-        answers = await _answers(client, requests, "control")
-    pairs = zip(answers, expected, strict=True)
-    return Control(len(answers), sum(bool(answer.differs(wanted)) for answer, wanted in pairs))
+        found = await answers(client, requests, "control")
+    pairs = zip(found, expected, strict=True)
+    return Control(len(found), sum(bool(answer.differs(wanted)) for answer, wanted in pairs))
 
 
 async def _occurs(client: httpx.AsyncClient, request: Request, wanted: Answer) -> bool:
     """Whether the server gives this answer, in TRIES tries."""
     for first in range(0, TRIES, AT_ONCE):
-        answers = await _answers(client, [request] * AT_ONCE, f"noise {first}")
-        if not all(answer.differs(wanted) for answer in answers):
+        found = await answers(client, [request] * AT_ONCE, f"noise {first}")
+        if not all(answer.differs(wanted) for answer in found):
             return True
     return False
 
 
-async def _answers(client: httpx.AsyncClient, requests: list[Request], salt: str) -> list[Answer]:
+async def answers(client: httpx.AsyncClient, requests: list[Request], salt: str) -> list[Answer]:
     """Answer requests with their prompts computed anew."""
     gate = asyncio.Semaphore(AT_ONCE)
 

@@ -4,14 +4,18 @@ import asyncio
 import json
 import random
 import time
+from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
 import httpx
 
+MODEL = "demo"
 ROUNDS = 5
 """Undisturbed answers of each request: of 216 requests, three had two answers in five rounds."""
 LOGPROB_TOLERANCE = 1e-3
@@ -39,7 +43,13 @@ Request = tuple[str, str, dict[str, Any]]  # kind, path, body
 
 @dataclass
 class Answer:
-    """A stream as a client sees it; `times` are those of its items. `broken`: its connection ended early."""
+    """A stream as a client sees it, or an answer that came as a whole.
+
+    broken   its connection ended early
+    left     its client left before the end
+    sent     when the request was sent
+    times    when the items came
+    """
 
     texts: dict[int, str] = field(default_factory=dict)
     thoughts: dict[int, str] = field(default_factory=dict)
@@ -49,23 +59,24 @@ class Answer:
     usage: dict[str, int] | None = None
     error: str = ""
     broken: bool = False
+    left: bool = False
+    sent: float = 0.0
     times: list[float] = field(default_factory=list)
 
     def differs(self, other: "Answer") -> str:
-        """Return the name of the first part that differs; "" if both are equal."""
+        """Return the name of the first part that differs, or "". An answer that was left is a beginning."""
+        if self.left or other.left:
+            return _unlike(*((self, other) if self.left else (other, self)))
         for name in ("error", "texts", "thoughts", "calls", "reasons", "usage"):
             if getattr(self, name) != getattr(other, name):
                 return name
-        pairs = zip(self.logprobs, other.logprobs, strict=False)
         same = len(self.logprobs) == len(other.logprobs)
-        close = all(abs(a - b) <= LOGPROB_TOLERANCE for a, b in pairs)
-        return "" if same and close else "logprobs"
+        return "" if same and _close(self.logprobs, other.logprobs) else "logprobs"
 
-    def pause(self, at: float) -> float | None:
-        """Return the seconds from `at` to the next item; None if the stream was not open then."""
-        if not self.times or not self.times[0] <= at <= self.times[-1]:
-            return None
-        return next(time for time in self.times if time >= at) - at
+    def longest_wait(self) -> float:
+        """Return the longest time without an item, from the moment the request was sent."""
+        moments = [self.sent, *self.times]
+        return max((later - earlier for earlier, later in pairwise(moments)), default=0.0)
 
     def take(self, item: dict[str, Any]) -> None:
         """Enter one item of the stream."""
@@ -80,7 +91,7 @@ class Answer:
             self._take_choice(choice)
 
     def _take_choice(self, choice: dict[str, Any]) -> None:
-        index, delta = choice["index"], choice.get("delta", {})
+        index, delta = choice["index"], choice.get("delta") or choice.get("message") or {}
         text = choice.get("text") or delta.get("content") or ""
         self.texts[index] = self.texts.get(index, "") + text
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
@@ -88,9 +99,27 @@ class Answer:
         for call in delta.get("tool_calls") or ():
             written = call["function"].get("name", "") + call["function"].get("arguments", "")
             self.calls[index] = self.calls.get(index, "") + written
-        self.logprobs += ((choice.get("logprobs") or {}).get("token_logprobs")) or []
+        found = choice.get("logprobs") or {}
+        self.logprobs += found.get("token_logprobs") or []
+        self.logprobs += [token["logprob"] for token in found.get("content") or ()]
         if choice["finish_reason"]:
             self.reasons[index] = choice["finish_reason"]
+
+
+def _unlike(beginning: Answer, whole: Answer) -> str:
+    """Return the name of the first part of `beginning` with which that of `whole` does not begin."""
+    if beginning.error or whole.error:
+        return "error"
+    for name in ("texts", "thoughts", "calls"):
+        parts, wholes = getattr(beginning, name), getattr(whole, name)
+        if not all(wholes.get(index, "").startswith(text) for index, text in parts.items()):
+            return name
+    return "" if _close(beginning.logprobs, whole.logprobs) else "logprobs"
+
+
+def _close(some: list[float], others: list[float]) -> bool:
+    pairs = zip(some, others, strict=False)
+    return all(abs(a - b) <= LOGPROB_TOLERANCE for a, b in pairs)
 
 
 @dataclass(frozen=True)
@@ -106,6 +135,11 @@ class Difference:
     wanted: Answer
     answer: Answer
 
+    def covers(self, other: "Difference") -> bool:
+        """Whether the other difference has this answer, or its beginning, to this request."""
+        same = self.number == other.number and not self.answer.left
+        return same and not self.answer.differs(other.answer)
+
     def __str__(self) -> str:
         was, now = (str(getattr(one, self.part))[:300] for one in (self.wanted, self.answer))
         return f"{self.kind} {self.number}: {self.part}: {was} -> {now}: {self.answer.error}"
@@ -113,18 +147,36 @@ class Difference:
 
 @dataclass
 class Found:
-    """The results of the disturbed run. `different`: answers that chaos_judge has to judge."""
+    """The results of the disturbed run.
+
+    different   answers that chaos_judge has to judge
+    broken      connections that ended with their ingress; the request was sent again
+    in_flight   requests that are not answered yet
+    times       when the items of each answer came; an hour has too many answers to keep their texts
+    """
 
     done: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
     different: list[Difference] = field(default_factory=list)
-    broken: int = 0  # connections that ended with their ingress; the request was sent again
-    answers: list[Answer] = field(default_factory=list)
+    broken: int = 0
+    in_flight: int = 0
+    times: "list[array[float]]" = field(default_factory=list)
+
+    def enter(self, kind: str, number: int, answer: Answer, wanted: Answer) -> None:
+        """Compare the answer to request `number` with that of the undisturbed server."""
+        self.times.append(array("d", answer.times))
+        self.done[kind] += 1
+        if part := answer.differs(wanted):
+            difference = Difference(kind, number, part, wanted, answer)
+            if part == "error":
+                self.failed.append(str(difference))
+            else:
+                self.different.append(difference)
 
     def pause(self, at: float) -> float:
         """Return the time after `at` until every stream that was open has its next item."""
-        found = [answer.pause(at) for answer in self.answers]
-        return max((pause for pause in found if pause is not None), default=0.0)
+        opened = (times for times in self.times if times and times[0] <= at <= times[-1])
+        return max((times[bisect_left(times, at)] - at for times in opened), default=0.0)
 
 
 def requests_of(model: str, count: int) -> list[Request]:
@@ -160,15 +212,23 @@ def thinking(chat: dict[str, Any]) -> dict[str, Any]:
     return chat | {"structured_outputs": {"grammar": grammar}}
 
 
-async def stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
-    """Run one request to its end."""
-    answer = Answer()
+async def stream(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], leave_after: int | None = None
+) -> Answer:
+    """Run one request to its end, or leave after so many items."""
+    answer = Answer(sent=time.monotonic())
     try:
         async with client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 answer.error = f"HTTP {response.status_code}: {(await response.aread())[:300]!r}"
                 return answer
+            if not body.get("stream"):
+                answer.take(json.loads(await response.aread()))
+                return answer
             async for line in response.aiter_lines():
+                if len(answer.times) == leave_after:
+                    answer.left = True
+                    return answer
                 if line.startswith("data: {"):
                     answer.take(json.loads(line.removeprefix("data: ")))
                 elif line == "data: [DONE]":
@@ -176,7 +236,7 @@ async def stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
         answer.broken, answer.error = True, "the connection ended early"
     except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
         answer.broken, answer.error = True, repr(error)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, ValueError) as error:
         answer.error = repr(error)
     return answer
 
@@ -214,6 +274,34 @@ async def reference(
     return [requests[i] for i in kept], [expected[i] for i in kept]
 
 
+async def send(
+    client: httpx.AsyncClient,
+    request: Request,
+    found: Found,
+    *,
+    may_break: bool,
+    leave_after: int | None = None,
+) -> Answer:
+    """Return the answer to a request.
+
+    may_break     a connection may end with its ingress; then the request is sent again and must be answered
+    leave_after   so many items, if not at the end
+    """
+    _, path, body = request
+    deadline = None
+    found.in_flight += 1
+    try:
+        while True:
+            answer = await stream(client, path, body, leave_after)
+            deadline = deadline or time.monotonic() + CONNECT_S
+            if not (may_break and answer.broken and time.monotonic() < deadline):
+                return answer
+            found.broken += bool(answer.times)
+            await asyncio.sleep(0.2)
+    finally:
+        found.in_flight -= 1
+
+
 async def repeat(
     client: httpx.AsyncClient,
     requests: list[Request],
@@ -224,26 +312,10 @@ async def repeat(
     *,
     may_break: bool,
 ) -> None:
-    """Send the requests of these turns one after another until `ended` is set.
-
-    may_break   a connection may end with its ingress; then the request is sent again and must be answered
-    """
-    for number in turns:
-        kind, path, body = requests[number % len(requests)]
-        answer = await stream(client, path, body)
-        deadline = time.monotonic() + CONNECT_S
-        while may_break and answer.broken and time.monotonic() < deadline:
-            found.broken += bool(answer.times)
-            await asyncio.sleep(0.2)
-            answer = await stream(client, path, body)
-        found.answers.append(answer)
-        found.done[kind] += 1
-        wanted = expected[number % len(requests)]
-        if part := answer.differs(wanted):
-            difference = Difference(kind, number % len(requests), part, wanted, answer)
-            if part == "error":
-                found.failed.append(str(difference))
-            else:
-                found.different.append(difference)
+    """Send the requests of these turns one after another until `ended` is set; see `send`."""
+    for turn in turns:
+        number = turn % len(requests)
+        answer = await send(client, requests[number], found, may_break=may_break)
+        found.enter(requests[number][0], number, answer, expected[number])
         if ended.is_set():
             return

@@ -176,7 +176,7 @@ def floor_of_targets(report: Report, one: Report, layers: int) -> Floor:
     """Return the floor of this load on four GPUs with all layers of the targets; a GPU has as many requests."""
     shape, _, fp8 = report["shape"]
     with tempfile.TemporaryDirectory(prefix="phalanx-model-") as folder:
-        model = load_model_config(model_folder(shape, layers, Path(folder), fp8=fp8))
+        model = load_model_config(model_folder(shape, layers, Path(folder), "fp8" if fp8 else None))
     scheduler = report["resolved"]["config"]["scheduler"]
     return floor_of(
         model,

@@ -64,8 +64,13 @@ def parse() -> argparse.Namespace:
     loads = names_of(map(str, range(len(LOADS))))
     parser.add_argument("--loads", type=loads, default="0,1,2", help="which of the loads, from 0")
     parser.add_argument("--shape", choices=released_shapes.SHAPES, help="in place of the model")
+    parser.add_argument(
+        "--load", action="append", type=three, metavar="FLIGHT/IN/OUT", help="in place of --loads"
+    )
     parser.add_argument("--layers", type=int, help="of the shape; default: all")
-    parser.add_argument("--fp8", action="store_true", help="the shape as a checkpoint in FP8")
+    parser.add_argument(
+        "--quantization", choices=released_shapes.QUANTIZATIONS, help="of the shape's checkpoint"
+    )
     parser.add_argument("--set", action="append", default=[], help="setting of the server")
     parser.add_argument(
         "--against", action="append", default=[], help="setting of a second server, to compare with"
@@ -83,6 +88,12 @@ def parse() -> argparse.Namespace:
     return options
 
 
+def three(text: str) -> tuple[int, int, int]:
+    """Read a load: requests in flight, input and output tokens."""
+    in_flight, input_len, output_len = map(int, text.split("/"))
+    return in_flight, input_len, output_len
+
+
 def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     """Return the report of one server, and of a second one that differs in the settings `--against`."""
     config = server_config(options.config, [f"cluster.ranks={options.ranks}", *options.set])
@@ -94,7 +105,7 @@ def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
             options.layers or released_shapes.SHAPES[options.shape]["num_hidden_layers"]
         )
         shape = released_shapes.model_folder(
-            options.shape, options.layers, Path(folder), fp8=options.fp8
+            options.shape, options.layers, Path(folder), options.quantization
         )
         return measure_with(options, log, [f"model.path={shape}"], False)
 
@@ -127,7 +138,8 @@ def measure_with(
         "ranks": options.ranks,
         "scale": options.scale,
         "published_tokenizer": published,
-        "shape": options.shape and [options.shape, options.layers, options.fp8],
+        "shape": options.shape and [options.shape, options.layers, options.quantization == "fp8"],
+        "quantization": options.quantization,
         **served,
     }
     if options.against:
@@ -161,11 +173,13 @@ def serve(options: argparse.Namespace, settings: list[str], log: Path) -> dict[s
 
 
 def make_loads(options: argparse.Namespace) -> list[Load]:
-    """The chosen loads, scaled."""
+    """The chosen loads, those of LOADS scaled."""
+    chosen = [
+        (max(1, round(in_flight * options.scale)), *lengths)
+        for in_flight, *lengths in (LOADS[int(index)] for index in options.loads)
+    ]
     loads = []
-    for index in map(int, options.loads):
-        in_flight, input_len, output_len = LOADS[index]
-        concurrency = max(1, round(in_flight * options.scale))
+    for seed, (concurrency, input_len, output_len) in enumerate(options.load or chosen):
         load = Load(
             endpoint="completions",
             requests=options.waves * concurrency,
@@ -174,7 +188,7 @@ def make_loads(options: argparse.Namespace) -> list[Load]:
             output_len=max(2, round(output_len * options.lengths)),
             warmup=min(concurrency, 16),
             rounds=1,
-            seed=index,
+            seed=seed,
             temperature=0.0,
             ignore_eos=True,
             prompts="ids",

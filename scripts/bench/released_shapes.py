@@ -13,6 +13,26 @@ FP8_BLOCKS: dict[str, Any] = {
     # Releases keep a and b of delta nets in 16 bits.
     "modules_to_not_convert": ["lm_head", "in_proj_a", "in_proj_b", "in_proj_ba"],
 }
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "fp8": FP8_BLOCKS,
+    "mxfp4": {  # of gpt-oss's releases: the experts alone
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
+            *("model.embed_tokens", "lm_head"),
+        ],
+    },
+    "int4": {  # of GPTQ releases: symmetric, all projections but the routers'
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+        "lm_head": False,
+        "damp_percent": 0.01,
+        "checkpoint_format": "gptq",
+    },
+}
 # The first layer is dense, all others have experts: in short models the published three would weigh too much.
 DEEPSEEK_V3: dict[str, Any] = {
     "family": "deepseek_v3",
@@ -129,12 +149,15 @@ SHAPES = {
 }
 
 
-def model_folder(shape: str, num_layers: int | None, parent: Path, *, fp8: bool) -> Path:
-    """Write config.json and a tokenizer; None: all layers; fp8: as a checkpoint with weights in FP8 blocks."""
+def model_folder(
+    shape: str, num_layers: int | None, parent: Path, quantization: str | None = None
+) -> Path:
+    """Write config.json and a tokenizer; None: all layers; quantization: as such a checkpoint, of QUANTIZATIONS."""
     sizes = {**SHAPES[shape], "dtype": "bfloat16"}
     if num_layers is not None:
         sizes["num_hidden_layers"] = num_layers
-    if fp8:
-        sizes["quantization_config"] = FP8_BLOCKS
-    path = parent / f"{shape}-{sizes['num_hidden_layers']}-layers{'-fp8' if fp8 else ''}"
-    return make_checkpoint(path, weights=False, **sizes)
+    name = f"{shape}-{sizes['num_hidden_layers']}-layers"
+    if quantization is not None:
+        sizes["quantization_config"] = QUANTIZATIONS[quantization]
+        name += f"-{quantization}"
+    return make_checkpoint(parent / name, weights=False, **sizes)

@@ -8,10 +8,19 @@ from cluster.api.settings import ApiSettings
 from cluster.bench.report import LATE_MS
 from cluster.client import refusals, router, stream_watch
 from cluster.commands import check_cluster, reaper, start
+from cluster.config.phalanx_config import ClusterConfig
 from cluster.config.serve_section import LimitsConfig, ResponsesStoreConfig
 from cluster.ingress import http_protocol
 from cluster.offline import engine
-from cluster.supervisor import group, heartbeat, launcher, leases, relocation, supervisor
+from cluster.supervisor import (
+    group,
+    heartbeat,
+    launcher,
+    leases,
+    relocation,
+    slow_ranks,
+    supervisor,
+)
 from kernels.all2all import deepep_limits
 from tests.claims import ROOT, row
 from tests.published_configs import PUBLISHED
@@ -129,6 +138,12 @@ def operations() -> Iterator[str]:
     yield f"and have {heartbeat.CAPTURE_FACTOR} times `cluster.hang_timeout_s` for it"
     yield f"{heartbeat.CHECKS} times within `cluster.hang_timeout_s` the supervisor reads"
     yield "another one starts a second after the ranks serve again"
+    factor = ClusterConfig.model_fields["slow_rank_factor"].default
+    yield f"is `cluster.slow_rank_factor` times ({factor:g} by default) the median of the other ranks"
+    assert (slow_ranks.SLICE_S, slow_ranks.MIN_OWN_SHARE) == (1, 0.5)
+    yield f"was slow in each of {slow_ranks.SLICES} seconds with steps is named within 10 s"
+    yield f"stays slow for {slow_ranks.REPLACE_SLICES} s gets a new"
+    yield f"at most once in {slow_ranks.REPLACE_AGAIN_S / 60:.0f} minutes"
     yield f"or served for less than {group.STABLE_S:.0f} s, the group fails"
     yield f"The group looks for room every {relocation.GROW_S:.0f} s"
     yield f"they leave the ranks after {leases.LEASE_S:.0f} s"

@@ -1,11 +1,13 @@
 """Runs whole engines in the processes of a RankPool, step by step, without Ray."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.distributed.rank_pool import RankPool
 from workers.config import RankConfig
+from workers.stats.own_work import OwnWork
 from workers.wire.request import NO_OUTPUT, EngineRequest, PoolingParams, SamplingParams
 
 
@@ -36,6 +38,7 @@ class RankResult:
     prefix_cache_hits: int = 0
     states_restored: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)
+    work: OwnWork = field(default_factory=OwnWork)
 
 
 def rank_config(
@@ -97,18 +100,23 @@ def run_engines(
     keep_logits: bool = False,
     max_steps: int = 5000,
     timeout_s: float = 120,
+    function: Callable[..., RankResult] | None = None,
 ) -> list[RankResult]:
-    """Run all events to their end on `config.num_ranks` ranks."""
+    """Run all events to their end on `config.num_ranks` ranks, each by `function` in place of `run_rank`."""
     from workers.rank.process_group import local_rendezvous
 
     with local_rendezvous() as rendezvous:
         arguments = (config, rendezvous, events, keep_logits, max_steps)
         return pool.run(
-            _run_rank, config.num_ranks, *arguments, with_group=False, timeout_s=timeout_s
+            function or run_rank,
+            config.num_ranks,
+            *arguments,
+            with_group=False,
+            timeout_s=timeout_s,
         )
 
 
-def _run_rank(
+def run_rank(
     rank_index: int,
     num_ranks: int,
     info: Any,
@@ -160,6 +168,7 @@ def _run_rank(
         _step_to_the_end(epoch, events, max_steps, result)
         kinds = epoch.engine.stats.kinds.items()
         result.num_microbatched = sum(count for (_, _, cut), count in kinds if cut == "True")
+        result.work = epoch.engine.stats.work.total
         result.num_preemptions = epoch.engine.scheduler.num_preemptions
         result.prefix_cache_hits = epoch.engine.scheduler.cache.num_hits
         gauges = epoch.engine.scheduler.cache.gauges()

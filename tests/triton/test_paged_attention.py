@@ -101,6 +101,48 @@ def test_plans_of_graphs_equal_dense_attention(label: str, dtype: torch.dtype, f
             check_layer(pages, layer, out)
 
 
+MIXED_ROWS, MIXED_SEQS = 40, 6
+MIXED: dict[str, Seqs] = {
+    "decodes_and_prompts": [(90, 1), (3, 1), (0, 17), (20, 9)],
+    "prompts_alone": [(0, 12), (70, 5)],
+    "decodes_alone": [(5, 1), (700, 1)],
+    "many": [(5, 1), (9, 1), (0, 2), (4, 3), (0, 9), (30, 8)],
+    "full": [(2, 1), (0, 39)],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("label", "fp8"),
+    [
+        *(("decodes_and_prompts", False), ("full", False)),
+        *compiled_only(*((it, fp8) for it in MIXED for fp8 in (False, True))),
+    ],
+)
+@torch.inference_mode()
+def test_plans_of_graphs_with_prompts_equal_dense_attention(label: str, fp8: bool):
+    """Padded rows are zero, and every plan has the addresses and launches of the first."""
+    specs = [replace(spec, fp8_cache=True) for spec in FP8_LAYERS] if fp8 else LAYERS
+    seqs = MIXED[label]
+    padding = MIXED_ROWS - sum(count for _, count in seqs)
+    pages = Pages(seqs, specs, 16, torch.float32, padding, rounded=not COMPILED)
+    pages.move(DEVICE)
+    attention = TritonPagedAttention(specs, 16)
+    attention.bind(pages.caches)
+    attention.reserve_graphs(MIXED_ROWS, MIXED_SEQS, 100)
+    dummy = AttentionBatch.dummy_decodes(MIXED_SEQS, torch.device(DEVICE))
+    attention.plan_graph(dummy, MIXED_ROWS, GraphForm.MIXED)
+    captured = all_addresses(attention)
+    batch = pages.batch()
+    assert attention.form(batch, MIXED_ROWS, prompts=True) == GraphForm.MIXED
+    attention.plan_graph(batch, MIXED_ROWS, GraphForm.MIXED)
+    assert all_addresses(attention) == captured
+    for number, layer in enumerate(pages.layers):
+        out = attention(layer.q, layer.k, layer.v, number, layer.sinks)
+        check_layer(pages, layer, out)
+        assert not out[MIXED_ROWS - padding :].count_nonzero()
+
+
 @pytest.mark.parametrize("zeros", [128, 600])
 @torch.inference_mode()
 def test_values_of_zeros_count_in_the_softmax_of_an_fp8_cache(zeros: int):
@@ -143,6 +185,17 @@ def test_plans_of_one_graph_share_addresses_and_launches():
         attention.plan_graph(batch, GRAPH_ROWS, GraphForm.DECODES)
         found.append({window: addresses(it) for window, it in attention._layers.items()})
     assert all(one == found[0] for one in found)
+
+
+def all_addresses(attention: TritonPagedAttention) -> object:
+    """Those of all layers and of the tiles of prompts."""
+    prompts = attention._prompts
+    assert prompts is not None
+    tiles = (*prompts.tiles, prompts.starts, prompts.lens)
+    return (
+        {window: addresses(it) for window, it in attention._layers.items()},
+        [(it.data_ptr(), it.shape) for it in tiles],
+    )
 
 
 def addresses(layers: object) -> list[object]:

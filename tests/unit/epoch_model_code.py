@@ -165,7 +165,8 @@ def submitted(
         made = next(r for r in client.open.values() if r.prompt_token_ids[0] == number)
         if made.finished:
             continue
-        client._resubmit(made)
+        client._route_again(made)
+        client.submit(made)
     messages = tuple((rank, data) for rank, sent in captured.items() for data in sent)
     return requests_of(client, requests), messages
 

@@ -122,7 +122,7 @@ class World:
         self.failures += 1
         for ingress in self.ingresses:
             found = ingress.suspects.judge(ingress.open.values(), lambda it: it.place[1] == rank)
-            self.excused += ingress.suspects.excused
+            self.excused += ingress.suspects.verdict is True
             for request in found:
                 ingress.set_aside.append(request.request_id)
                 del ingress.open[request.wire_id]

@@ -7,10 +7,10 @@ from pathlib import Path
 import httpx
 
 from scripts.bench.chaos_faults import Victim
-from scripts.bench.chaos_judge import control, judge
+from scripts.bench.chaos_judge import TRIES, control, judge
 from scripts.bench.chaos_streams import Found, repeat, stream
 
-REQUESTS = [("greedy", "/v1/completions", {"prompt": "x"})]
+REQUESTS = [("greedy", "/v1/completions", {"prompt": "x", "stream": True})]
 
 
 class Server:
@@ -67,3 +67,9 @@ def test_a_lost_or_doubled_token_is_a_failure(tmp_path: Path) -> None:
     found, explained, _ = judged(tmp_path, ["a", "abb", "ac"])
     assert explained == ["ac"]
     assert [failed.split(":")[0] for failed in found.failed] == ["greedy 0", "greedy 0"]
+
+
+def test_equal_answers_are_judged_once(tmp_path: Path) -> None:
+    found, explained, server = judged(tmp_path, ["ac", "a", "ac", "a"])
+    assert explained == ["ac", "ac"] and len(found.failed) == 2
+    assert server.asked == 1 + 4 + 16 + TRIES + 8

@@ -8,6 +8,8 @@ from ray.exceptions import ActorDiedError
 
 from cluster.client.refusals import REFUSE_S, Refusals, request_digest
 from cluster.errors import EngineDeadError, PoisonRequestError, ServingError
+from cluster.supervisor.attempts import Attempts
+from cluster.supervisor.status import GroupHealth
 from tests.unit.client_scene import PARAMS, OfFakes, Scene, run, scene, use_fakes
 from tests.unit.ray_fakes import until
 from workers.rank.step_loop import RankFailedError
@@ -239,6 +241,78 @@ def test_a_request_that_ended_ranks_is_refused_when_its_client_sends_it_again():
             assert now.outstanding == (0, 0)
 
     run(scenario())
+
+
+@pytest.mark.parametrize("end", [Scene.kill, fail_step], ids=["death", "error"])
+def test_clients_that_send_one_poison_at_once_cost_one_rebuild_attempt(monkeypatch, end):
+    """Four clients on both ranks, each with two retries: two rebuilds, no more failures, other requests go on."""
+
+    async def client(now: Scene, name: str, rank: int) -> int:
+        """Send the poison with retries; return the number of attempts."""
+        for attempt in range(3):
+            try:
+                await anext(now.client.generate(f"{name}.{attempt}", [6, 6, 6], PARAMS, rank=rank))
+            except PoisonRequestError as error:
+                if not error.should_retry:
+                    return attempt + 1
+        raise AssertionError("the poison was not found")
+
+    async def scenario() -> None:
+        async with scene() as now:
+            other = now.ask("x", rank=0)
+            await serve(now, 0, "x")
+            clients = [
+                asyncio.create_task(client(now, name, rank))
+                for name, rank in (("a", 0), ("b", 1), ("c", 0), ("d", 1))
+            ]
+            for epoch, attempt in enumerate(("", "~2", "~3")):
+                await begin(now, 0, f"a.0{attempt}")
+                await begin(now, 1, f"b.0{attempt}")
+                await end(now, epoch % 2)  # each time another rank is the first to fail
+                await until(lambda epoch=epoch: now.group.epoch > epoch)
+            assert await asyncio.gather(*clients) == [1, 1, 1, 1]
+            await serve(now, 0, "x~4", finish=True)
+            await other
+            assert now.supervisor._pool.groups[0].health == GroupHealth("serving", 3, "")
+
+    monkeypatch.setattr(OfFakes, "group_options", {"rebuild_attempts": 1, "hang_timeout_s": 0.5})
+    run(scenario())
+
+
+def test_a_rank_that_fails_before_a_trial_begins_fails_by_itself(monkeypatch):
+    """Such failures count, although a request was on trial in the rank: each when the next epoch serves."""
+
+    async def scenario() -> None:
+        async with scene() as now:
+            asked = now.ask("a", rank=1)
+            await begin(now, 1, "a")
+            await now.kill(1)
+            for attempt in ("~2", "~3", "~4"):
+                await reaches(now, 1, f"a{attempt}")
+                assert on_trial(now, 1)
+                await now.kill(1)
+            with pytest.raises(EngineDeadError, match="after 2 rebuilds in a row"):
+                await asked
+
+    monkeypatch.setattr(OfFakes, "group_options", {"rebuild_attempts": 2, "hang_timeout_s": 0.5})
+    run(scenario())
+
+
+def test_the_verdict_of_one_ingress_holds_for_the_failures_that_two_expected():
+    for verdicts in ([False, True], [True, False]):
+        subject = Attempts(1)
+        subject.fail(0, {1})
+        subject.expect(1, {0})
+        subject.expect(1, {1})
+        for _ in range(3):
+            subject.fail(1, {1})
+            assert subject.left
+            for by_request in verdicts:
+                subject.judge(by_request)
+        subject.fail(2, {1})
+        assert subject.left, "the trials were of the epoch before"
+        subject.fail(2, {1})
+        assert subject.used_up
 
 
 def test_a_digest_is_refused_for_a_time():

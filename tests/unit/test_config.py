@@ -270,6 +270,16 @@ def test_keys_that_are_not_text(tmp_path: Path, checkpoint: Path) -> None:
         (["cache.num_blocks=31"], "cache.num_blocks", "at least 32"),
         (["cluster.nodes=2", "cluster.ray_address=auto"], "cluster.nodes", "2 nodes for 1 rank"),
         (["cluster.ranks=2", "cluster.nodes=2"], "cluster.nodes", "cluster.ray_address"),
+        (
+            ["cluster.replace_slow_rank=true", "cluster.slow_rank_factor=null"],
+            "cluster.replace_slow_rank",
+            "cluster.slow_rank_factor",
+        ),
+        (
+            ["cluster.replace_slow_rank=true", "cluster.rebuild_attempts=0"],
+            "cluster.replace_slow_rank",
+            "would end the group",
+        ),
     ],
 )
 def test_impossible_combination(

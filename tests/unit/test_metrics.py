@@ -92,6 +92,7 @@ def two_ranks() -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 
 def test_the_state_of_a_group():
     again, fine = rebuilding(), GroupStatus(state="serving", vote_ages=[0.25])
+    fine.slow, fine.slowdowns = [0], [4.567]
     again.rebuilt(Rebuild("rank 0: left", 3.0, (("processes", 2.0),)))
     found = parse(filled_metrics().render([], groups=[again.to_json(), fine.to_json()]))
     states = found["phalanx:group_state"]
@@ -111,6 +112,8 @@ def test_the_state_of_a_group():
     }
     ages = {label(rank="0"): 0, label(rank="1"): 1.5, label(rank="2"): 0.25}
     assert found["phalanx:vote_age_seconds"] == ages
+    assert found["phalanx:slow_rank"] == {label(rank="2"): 1}
+    assert found["phalanx:rank_slowdown"] == {label(rank="2"): 4.57}
 
 
 def label(**labels: str) -> tuple[tuple[str, str], ...]:

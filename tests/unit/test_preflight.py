@@ -183,6 +183,7 @@ def test_backends_declare_whether_prompts_are_captured() -> None:
         for name in ATTENTION
     }
     assert found.pop("flashinfer") == [True, False]
+    assert found.pop("triton") == [True, True]
     assert set(map(tuple, found.values())) == {(False, False)}
 
 

@@ -163,7 +163,7 @@ def test_a_head_that_is_the_embedding_is_read(model) -> None:
 
 
 def test_layers_with_a_window_read_its_keys_alone(tmp_path: Path) -> None:
-    model = load_model_config(model_folder("gpt-oss-120b", None, tmp_path, fp8=False))
+    model = load_model_config(model_folder("gpt-oss-120b", None, tmp_path))
     found = step_floors(
         model, 4, StepShape(tokens=32, context=1024, kv_reads=32 * 1024, sampled=32)
     )
@@ -175,7 +175,7 @@ def test_layers_with_a_window_read_its_keys_alone(tmp_path: Path) -> None:
 
 
 def test_kinds_of_layers_share_the_work_of_a_step(tmp_path: Path) -> None:
-    model = load_model_config(model_folder("qwen3.6-35b-a3b", None, tmp_path, fp8=False))
+    model = load_model_config(model_folder("qwen3.6-35b-a3b", None, tmp_path))
     shape = StepShape(tokens=128, context=1536, kv_reads=128 * 1536, sampled=128)
     step, kinds = step_floor(model, 2, shape), kind_floors(model, 2, shape)
     for resource in ("memory_s", "compute_s", "link_s"):
@@ -191,7 +191,7 @@ def test_kinds_of_layers_share_the_work_of_a_step(tmp_path: Path) -> None:
 
 
 def test_the_released_qwen3_is_the_committed_folder(tmp_path: Path) -> None:
-    released = load_model_config(model_folder("qwen3-30b-a3b", None, tmp_path, fp8=False))
+    released = load_model_config(model_folder("qwen3-30b-a3b", None, tmp_path))
     committed = load_model_config(QWEN3)
     assert released.layers == committed.layers and released.moe == committed.moe
     assert released.vocab_size == committed.vocab_size
@@ -200,7 +200,7 @@ def test_the_released_qwen3_is_the_committed_folder(tmp_path: Path) -> None:
 def test_released_shapes_of_delta_nets_have_the_published_formats(tmp_path: Path) -> None:
     """Gates, convolutions and the small projections a and b of a delta net are stored in 16 bits."""
     plain, model = (
-        load_model_config(model_folder("qwen3.6-35b-a3b", 4, tmp_path, fp8=fp8))
+        load_model_config(model_folder("qwen3.6-35b-a3b", 4, tmp_path, "fp8" if fp8 else None))
         for fp8 in (False, True)
     )
     stored = {entry.name: entry.fp8 is not None for entry in weight_map(model)}
@@ -221,7 +221,7 @@ def test_released_shapes_of_delta_nets_have_the_published_formats(tmp_path: Path
 
 
 def test_the_page_of_a_served_shape_names_the_floor_of_each_kind(tmp_path: Path) -> None:
-    model = load_model_config(model_folder("qwen3.6-35b-a3b", None, tmp_path, fp8=False))
+    model = load_model_config(model_folder("qwen3.6-35b-a3b", None, tmp_path))
     load = {"in_flight": 256, "input_len": 1024, "output_len": 1024}
     floor = asdict(floor_of(model, 2, **load))
     _, _, row, _ = kinds_table([load | {"floor": floor}])

@@ -59,6 +59,7 @@ def run(*arguments: str):
 
 def test_a_group_that_serves(server):
     group = GroupStatus(state="serving", since=time.time() - 7300, vote_ages=[0.0, 0.25])
+    group.slow, group.slowdowns = [1], [0.2, 4.56]
     server.says(200, status="ready", groups=[group.to_json()])
     result = run(server.url)
     assert result.exit_code == 0, result.output
@@ -70,6 +71,7 @@ def test_a_group_that_serves(server):
     assert [row.rstrip().split(None, 2) for row in rows] == [
         ["epoch", "0,", "0 rebuilds"],
         ["vote", "ages", "0.0 s, 0.2 s"],
+        ["slow", "rank", "1: 4.6 times as long as the others"],
     ]
 
 

@@ -283,11 +283,11 @@ def test_a_restarted_supervisor_goes_on_with_the_settings_of_its_changes(monkeyp
 def test_a_restarted_supervisor_rebuilds_a_group_that_does_not_serve():
     async def scenario() -> None:
         first = await serving()
-        first._pool.groups[0]._rebuild_attempts = 1
+        first._pool.groups[0]._attempts.limit = 1
         first.launcher.handles[1].dead = True
         await first.fake_ranks[0].leave_epoch(4)
         subject = OfFakes(phalanx_config())
-        subject._pool.groups[0]._rebuild_attempts = 1
+        subject._pool.groups[0]._attempts.limit = 1
         adopt(subject, first.launcher)
         await subject.recover(PoolState())
         reason = "the supervisor was restarted, and rank 0, 1 did not serve"

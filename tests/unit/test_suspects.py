@@ -78,14 +78,14 @@ def test_failures_are_excused_a_few_times_without_a_served_request():
     for number in range(MAX_CAUSES + 2):
         for _ in range(3):  # one request may end any number of ranks
             suspects.judge([made(f"a{number}", begun=True, on_trial=True)], lambda _: True)
-        excused.append(suspects.excused)
+        excused.append(suspects.verdict)
     assert excused == [True] * MAX_CAUSES + [False] * 2
     served = made("b")
     served.put(RequestOutput("b", [7]))
     suspects.judge([served, made("a", begun=True, on_trial=True)], lambda _: True)
-    assert suspects.excused
+    assert suspects.verdict
     suspects.judge([made("a", begun=True)], lambda _: True)
-    assert not suspects.excused, "the failure that begins a suspicion has no known cause yet"
+    assert suspects.verdict is None, "the failure that begins a suspicion has no known cause yet"
 
 
 def test_requests_of_living_ranks_are_not_counted():

@@ -216,6 +216,8 @@ class Engine:
             self.scheduler.launched(batch)
             times = HostTimes(schedule_s, voted - scheduled)
             self._in_flight.append(InFlightStep(batch, plan, output, times, self._next_cap))
+        else:
+            self.stats.work.pause()
         self._next_cap = plan.prefill_cap
         try:
             self._commit(self._max_in_flight if plan.run else 0)

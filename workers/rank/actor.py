@@ -333,8 +333,8 @@ class RankActor:
         cpu_s = None if loop is None else loop.cpu_s()
         if current is None or not current.started or cpu_s is None:
             return None
-        step, activity = current.engine.activity()
-        return Pulse(step, activity, cpu_s, current.engine.stats.pace.overdue())
+        stats = current.engine.stats
+        return Pulse(*current.engine.activity(), cpu_s, stats.pace.overdue(), stats.work.total)
 
     async def stop(self, epoch: int) -> None:
         """Vote to stop the loops of the whole group; `done` returns when this rank's loop has ended."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from workers.config import RankConfig
+from workers.stats.own_work import OwnWork
 
 CHECKPOINT = "checkpoint"
 WEIGHTS = "weights"
@@ -84,12 +85,14 @@ class Pulse(NamedTuple):
               was postponed; sleep = all ranks were idle
     cpu_s     processor time of the loop's thread
     overdue   the step takes far longer than steps of its size, see Pace
+    work      of the steps of this epoch so far
     """
 
     step: int
     activity: Activity
     cpu_s: float
     overdue: bool = False
+    work: OwnWork = OwnWork()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from kernels.routing.expert_load import ExpertLoad
 from workers.scheduler.scheduler import Scheduler
 from workers.stats.histogram import Histogram
 from workers.stats.invalid_logits import InvalidLogits
+from workers.stats.own_work import WorkMeter
 from workers.stats.pace import Pace
 from workers.stats.process_info import process_info
 from workers.stats.request_times import RequestTimer
@@ -37,6 +38,7 @@ class EngineStats:
     def __init__(self, expert_load: ExpertLoad | None = None, pace: Pace | None = None) -> None:
         self.requests = RequestTimer()
         self.pace = pace or Pace()
+        self.work = WorkMeter()
         self.num_steps = 0
         self._num_launched = 0
         self.num_idle_steps = 0
@@ -65,6 +67,7 @@ class EngineStats:
     def before_step(self, batch: ScheduledBatch, plan: StepPlan) -> None:
         """Count the requests of a batch before it runs."""
         self.pace.begin(sum(plan.num_tokens_across_dp))
+        self.work.launch(batch, plan)
         if batch.admitted:
             self.requests.admitted(batch.admitted)
             self.prompt_tokens += sum(
@@ -107,6 +110,7 @@ class EngineStats:
             self.seconds[name] += seconds
         if output.expert_load is not None:
             self._expert_rows += output.expert_load.rows
+            self.work.sampled(output.expert_load.rows)
             self._balancedness = output.expert_load.balancedness
             self._num_balanced += 1
             self._sum_balanced += self._balancedness

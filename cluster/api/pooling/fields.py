@@ -13,7 +13,9 @@ from cluster.api.request.unsupported import refuse_unsupported
 from cluster.errors import BadRequestError
 
 _INT32_MAX = 2**31 - 1
-_TEXTS: dict[str, JsonValue] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_TEXTS: dict[str, JsonValue] = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
+}
 _DOCUMENT: dict[str, JsonValue] = {
     "anyOf": [
         {"type": "string"},

@@ -6,6 +6,7 @@ exchange wait at random; while a file `no-start` is there, no new rank starts; w
 value between attention and experts is changed by about NOISE of it, which is the size of a rounding error. While a
 file `poison` is there, each step with a request of seed POISON_SEED fails: by SIGKILL of its rank if the file contains
 `die`, otherwise by an error. Point `lost` loses a message of a stream; `reset` resets the connections of all streams.
+A file PID.partition cuts the process off from another one, see partition.
 """
 
 import ctypes
@@ -167,6 +168,9 @@ def patch_wire() -> None:
         if self._stream != UNCHECKED and armed("reset"):
             reset_streams(ports)
 
+    importlib.import_module("partition").watch(
+        FOLDER, ports
+    )  # of this folder, which is in the PYTHONPATH
     secure_socket._connect, secure_socket.listen = connect_noted, listen_noted
     Sender.send = send_or_lose  # type: ignore[method-assign]
 
