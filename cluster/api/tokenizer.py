@@ -102,7 +102,8 @@ class ServingTokenizer:
                     param="truncate_prompt_tokens",
                 )
             encodings[-1].truncate(keep - others)
-        whole = self._backend.post_process(*encodings, add_special_tokens=add_special_tokens)
+        first_part, pair = encodings[0], encodings[1] if second is not None else None
+        whole = self._backend.post_process(first_part, pair, add_special_tokens)
         return list(whole.ids)
 
     def decode(self, token_ids: list[int]) -> str:

@@ -48,11 +48,13 @@ class AnswerShape(Protocol):
 
 def activated(values: np.ndarray, activation: Activation) -> np.ndarray:
     """Return logits as probabilities, float64."""
-    values = values.astype(np.float64)
+    found: np.ndarray = values.astype(np.float64)
     if activation == "softmax":
-        values = np.exp(values - values.max())
-        return values / values.sum()
-    return 1 / (1 + np.exp(-values)) if activation == "sigmoid" else values
+        found = np.exp(found - found.max())
+        found /= found.sum()
+    elif activation == "sigmoid":
+        found = 1 / (1 + np.exp(-found))
+    return found
 
 
 def _written(vector: np.ndarray, as_bytes: bool) -> Any:
