@@ -85,20 +85,24 @@ def _pooling_mode(config: Mapping[str, Any]) -> str:
     return "+".join(mode for key, mode in _POOLING_KEYS.items() if config.get(key))
 
 
-def part_of(architectures: Any, causal: str) -> ModelPart | None:
-    """Return what of a model of the family with the architecture `causal` a checkpoint holds; None: of another one."""
+def parts_of(causal: str) -> dict[str, ModelPart]:
+    """Return what a checkpoint holds by its architecture, of the family with the generating architecture `causal`."""
     stem = causal.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
-    parts: dict[str, ModelPart] = {
+    return {
         causal: "causal",
         f"{stem}Model": "base",
         f"{stem}TextModel": "base",
         f"{stem}ForSequenceClassification": "classes",
     }
+
+
+def part_of(architectures: Any, causal: str) -> ModelPart | None:
+    """Return what of a model of the family `causal` a checkpoint holds; None: of another family."""
     if architectures is None:
         return "causal"
     if not isinstance(architectures, list) or len(architectures) != 1:
         return None
-    return parts.get(architectures[0])
+    return parts_of(causal).get(architectures[0])
 
 
 def read_pooling(

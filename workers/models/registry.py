@@ -12,7 +12,14 @@ from typing import Any
 
 from workers.config import ModelSection
 from workers.models.config_reader import ConfigReader, ModelConfigError, read_json
-from workers.models.pooling_reads import NO_MODULES, Modules, part_of, read_modules, read_pooling
+from workers.models.pooling_reads import (
+    NO_MODULES,
+    Modules,
+    part_of,
+    parts_of,
+    read_modules,
+    read_pooling,
+)
 from workers.specs.model import ModelConfig
 from workers.specs.pooling import PoolingSpec
 
@@ -94,7 +101,7 @@ def parse_model_config(
     part = part_of(architectures, family.architecture)
     if part is None:
         raise ModelConfigError(
-            f"{where}: architectures is {architectures!r}; supported: {[family.architecture]!r}"
+            f"{where}: architectures is {architectures!r}; supported: {', '.join(parts_of(family.architecture))}"
         )
     text_part = getattr(family.config, "text_part", dict)
     source = family.config
