@@ -21,6 +21,7 @@ from cluster.api.request.sender import Sender
 from cluster.api.responses.draft import References, ResponseDraft, draft_response
 from cluster.api.responses.factory import ResponseFactory
 from cluster.api.routes.generation import Prepared, with_writer
+from cluster.api.routes.other_models import OTHER_ROUTES, of_another_kind
 from cluster.api.run import GenerationRun
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
@@ -77,6 +78,8 @@ class Dispatcher:
     async def answer(self, url: str, body: dict[str, Any]) -> Answered:
         """Return the answer that HTTP would have. Raises ServingError."""
         route = self._routes.get(url)
+        if route is None and url in OTHER_ROUTES:
+            raise of_another_kind(url, self._drafter.settings.pooling, self._routes)
         if route is None:
             known = ", ".join(self._routes)
             raise NotFoundError(

@@ -157,6 +157,7 @@ class Scores:
 
 
 def _cosine(first: np.ndarray, second: np.ndarray) -> float:
+    first, second = first.astype(np.float64), second.astype(np.float64)
     lengths = np.linalg.norm(first) * np.linalg.norm(second)
     return float(first @ second / lengths) if lengths else 0.0
 

@@ -1,5 +1,7 @@
 """Answers routes of other kinds of models: a 400 with what this model lacks and the routes that it has."""
 
+from collections.abc import Collection
+
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
@@ -35,24 +37,28 @@ _MAKES = {"embed": "makes embeddings", "classify": "classifies texts", "score": 
 def add_other_routes(app: FastAPI, pooling: PoolingSpec | None) -> None:
     """Add a route for each path that `app` has not; the OpenAPI document has none of them."""
     has = _answer_paths(app)
-    documented = ", ".join(has)
-    makes = (
-        "generates text"
-        if pooling is None
-        else f"{_MAKES[pooling.task]} (model.task = {pooling.task})"
-    )
 
     async def refuse(request: Request) -> Response:
-        lacks = OTHER_ROUTES[request.url.path]
-        raise BadRequestError(
-            f"{request.url.path}: this model {makes}, the server has no {lacks}; "
-            f"it answers POST {documented}, and GET /openapi.json lists all routes",
-            code="unsupported_route",
-        )
+        error = of_another_kind(request.url.path, pooling, has)
+        error.message += ", and GET /openapi.json lists all routes"
+        raise error
 
     for path in OTHER_ROUTES:
         if path not in has:
             app.add_api_route(path, refuse, methods=["POST"], include_in_schema=False)
+
+
+def of_another_kind(
+    path: str, pooling: PoolingSpec | None, has: Collection[str]
+) -> BadRequestError:
+    """Return the error for a route of OTHER_ROUTES that the model has not. has: the routes that it has."""
+    makes = "generates text"
+    if pooling is not None:
+        makes = f"{_MAKES[pooling.task]} (model.task = {pooling.task})"
+    return BadRequestError(
+        f"{path}: this model {makes}, the server has no {OTHER_ROUTES[path]}; it answers POST {', '.join(has)}",
+        code="unsupported_route",
+    )
 
 
 def _answer_paths(app: FastAPI) -> list[str]:
