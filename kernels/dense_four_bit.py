@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from kernels.four_bit import BLOCK, FourBitWeights
 from kernels.grouped_gemm.native_four_bit import EXPANDED, FourBitPointers
 from kernels.native.library import load
+from kernels.pending import can_yield_ubatch
 
 # A CPU expands the matrix once for more rows and calls a library; of fewer rows C expands four rows at a time.
 MOST_NATIVE_ROWS = 32
@@ -24,7 +25,7 @@ MOST_FEW_ROWS = 16  # of one tile
 def prepare(weights_NK: FourBitWeights) -> None:
     """Make what products of these weights share, which no graph may make."""
     if weights_NK.values.is_cuda:
-        _bounds(weights_NK.values.device)
+        _shared(weights_NK.values.device)
 
 
 def multiply(
@@ -64,10 +65,11 @@ def _on_cpu(x_TK: torch.Tensor, weights: FourBitWeights) -> torch.Tensor:
 def _on_gpu(
     x_TK: torch.Tensor, weights: FourBitWeights, bias_N: torch.Tensor | None
 ) -> torch.Tensor:
-    from kernels.triton.grouped_gemm_four_bit import FEW_ROWS, down_tile, grouped_gemm_four_bit
+    from kernels.triton.four_bit_tiles import FEW_ROWS, down_tile
+    from kernels.triton.grouped_gemm_four_bit import grouped_gemm_four_bit
 
     rows, _ = weights.shape
-    first, ends, num_sms = _bounds(x_TK.device)
+    first, ends, num_sms, counters = _shared(x_TK.device)
     few_tiles = len(x_TK) <= MOST_FEW_ROWS and rows <= BLOCK * num_sms
     return grouped_gemm_four_bit(
         *(x_TK, None, weights.as_one_expert(), first, ends[len(x_TK)], len(x_TK)),
@@ -75,17 +77,20 @@ def _on_gpu(
         tile=down_tile(FEW_ROWS if few_tiles else len(x_TK), x_TK.dtype, rows),
         num_sms=num_sms,
         bias=None if bias_N is None else bias_N.unsqueeze(0),
+        counters=None if can_yield_ubatch() else counters,
     )
 
 
 @functools.cache
-def _bounds(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the first row of the only expert, its end for each number of rows as [1], and the SMs.
+def _shared(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    """Return the first row of the only expert, its end for each number of rows as [1], the SMs, and counters.
 
     A graph cannot hold a copy of a number from the host. Places are 16 bytes apart, because Triton compiles anew for
-    others.
+    others. Products take turns at the counters, as outside of ubatches all run on one stream at a time.
     """
+    from kernels.triton.split_depth import new_counters
+
     ends = torch.arange(MOST_ROWS + 1, dtype=torch.int32, device=device)
     spread = ends.unsqueeze(1).expand(-1, 4).contiguous()
     sms: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return spread[0, :1], spread[:, :1], sms
+    return spread[0, :1], spread[:, :1], sms, new_counters(device)

@@ -10,7 +10,6 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 SINGLE_FILE = "model.safetensors"
@@ -54,17 +53,25 @@ def revisions(name: str, commit: str) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in files if path.read_text() == commit)
 
 
-@cache
+_commits: dict[
+    tuple[str, str | None], str
+] = {}  # that this process has fetched, by name and revision
+
+
 def fetch_description(name: str, revision: str | None) -> str:
     """Fetch all files but the weights, and return the commit of `revision`; None is the main branch.
 
-    Without a connection the cached files count. A process reads a branch once. Raises HubError.
+    Without a connection the cached files count. A process reads a branch once, and again if the cache was emptied.
+    Raises HubError.
     """
-    with _no_bars():
-        folder = _fetch(name, revision, DESCRIPTION, ignored=SUBFOLDERS)
-        if (folder / MODULES).exists():
-            _fetch(name, folder.name, (MODULE_CONFIGS,))
-    return folder.name
+    commit = _commits.get((name, revision))
+    if commit is None or not (snapshot_folder(name, commit) / "config.json").exists():
+        with _no_bars():
+            found = _fetch(name, commit or revision, DESCRIPTION, ignored=SUBFOLDERS)
+            if (found / MODULES).exists():
+                _fetch(name, found.name, (MODULE_CONFIGS,))
+        commit = _commits[name, revision] = found.name
+    return commit
 
 
 def fetch_weights(path: str, commit: str | None, *, bars: bool = False) -> None:

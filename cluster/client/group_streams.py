@@ -1,8 +1,8 @@
 """The ranks of one epoch of a group as an ingress reaches them: their inboxes, and one stream of tokens from all ranks.
 
 Valid for one lease of the ingress and one epoch of the group; after either has ended, a GroupClient opens the next one.
-A stream that has lost a message in either direction is opened again, without the other streams. A rank that this
-ingress cannot reach, while its peers can, delays no other rank.
+A stream is opened again, without the other streams, after a message in either direction was lost or cannot be read. A
+rank that this ingress cannot reach, while its peers can, delays no other rank.
 """
 
 import asyncio
@@ -124,7 +124,7 @@ class GroupStreams:
 
     def lost(self, rank: int) -> None:
         """Open the stream of a rank again."""
-        self._give_up(rank, "a message of the rank is missing")
+        self._give_up(rank, "a message of the rank is missing or cannot be read")
 
     def _give_up(self, rank: int, reason: str | None, patience_s: float = REOPEN_S) -> None:
         """Open a stream again, if there is a reason; until then its rank's outputs are dropped.

@@ -15,14 +15,14 @@ from workers.config import ModelSection, RankConfig
 from workers.rank.actor import node_address
 from workers.rank.checkpoint_holder import CheckpointHolder
 from workers.weights.checkpoint_copy import CopyAddress
-from workers.weights.checkpoint_files import CheckpointFiles
+from workers.weights.checkpoint_files import CheckpointError, CheckpointFiles
 
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 3
 
 
-class CheckpointNodesError(ValueError):
+class CheckpointNodesError(CheckpointError):
     """No node has the whole checkpoint, or two nodes have different files of it."""
 
 

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from workers.hub import HubError
 from workers.models.config_reader import ModelConfigError
 from workers.rank.step_loop import PeerFailedError, RankFailedError
 from workers.weights.checkpoint_files import CheckpointError
@@ -50,9 +51,18 @@ def step_failed(error: BaseException) -> bool:
     return isinstance(error, RankFailedError) and not isinstance(error, PeerFailedError)
 
 
-def checkpoint_unreadable(error: BaseException) -> bool:
-    """Whether a rank could not read the model's files, which may come back."""
-    return isinstance(_remote_cause(error), CheckpointError | ModelConfigError | OSError)
+def lacks_files(error: BaseException) -> bool:
+    """Whether a rank failed without files of the model, or space and descriptors for files: they may come back.
+
+    The error of a lost peer is an OSError too, but not of this kind.
+    """
+    kinds = CheckpointError | HubError | ModelConfigError | OSError
+    return isinstance(_remote_cause(error), kinds) and not lost_a_peer(error)
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether a rank failed because another rank has left, or did not come."""
+    return isinstance(_remote_cause(error), ConnectionError | TimeoutError)
 
 
 async def first_failure(done: Sequence[asyncio.Future[None]]) -> asyncio.Future[None]:

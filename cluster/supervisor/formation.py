@@ -14,8 +14,9 @@ from cluster.supervisor import placement
 from cluster.supervisor.checkpoint_nodes import fetch_checkpoint
 from cluster.supervisor.failures import (
     StageTimeoutError,
-    checkpoint_unreadable,
     failure_message,
+    lacks_files,
+    lost_a_peer,
     of_rank,
 )
 from cluster.supervisor.heartbeat import Heartbeats
@@ -192,7 +193,7 @@ class Formation:
             try:
                 return await of_rank(rank, call)
             except (Exception, asyncio.CancelledError) as error:
-                if not checkpoint_unreadable(error):
+                if not (lacks_files(error) or lost_a_peer(error)):
                     self._roster.failed(ranks[rank])
                 raise
 

@@ -14,7 +14,7 @@ from cluster.errors import SHUTDOWN_REASON
 from cluster.supervisor import epoch_watch, placement, relocation
 from cluster.supervisor.attempts import Attempts
 from cluster.supervisor.change import PendingChange
-from cluster.supervisor.failures import RankDiedError, checkpoint_unreadable, failure_message
+from cluster.supervisor.failures import RankDiedError, failure_message, lacks_files
 from cluster.supervisor.formation import Formation, visible_gpus
 from cluster.supervisor.group_spec import GroupSpec
 from cluster.supervisor.heartbeat import Hang, Heartbeats, HungRankError
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 3.0
 STABLE_S = 5.0
 """Seconds of service after which a failure is not counted as a result of the rebuild before."""
-CHECKPOINT_RETRY_S = 1.0
-"""Seconds between two rebuilds while the checkpoint cannot be read; they do not count as attempts."""
+FILES_RETRY_S = 1.0
+"""Seconds between two rebuilds while files or space for them are missing; they do not count as attempts."""
 
 
 async def _keep_nothing(epoch: int) -> None:
@@ -262,9 +262,9 @@ class Group:
                     self._hang = error.hang
                 logger.debug("rebuild failed at stage %s", self.status.stage, exc_info=True)
                 failed = f"rebuild failed at stage {self.status.stage!r}: {failure_message(error)}"
-                if change is None and checkpoint_unreadable(error) and self._may_wait(began):
+                if change is None and lacks_files(error) and self._may_wait(began):
                     reason = reason if reason.endswith(failed) else f"{reason}; {failed}"
-                    await asyncio.sleep(CHECKPOINT_RETRY_S)
+                    await asyncio.sleep(FILES_RETRY_S)
                     continue
                 reason += f"; {failed}"
                 if change is not None:
@@ -295,7 +295,7 @@ class Group:
         return await self._formation.stage("replacement", replaced, limited=False)
 
     def _may_wait(self, began: float) -> bool:
-        """Return whether a rebuild that has begun then may wait for the checkpoint."""
+        """Return whether a rebuild that has begun then may wait for files."""
         return time.monotonic() - began < self._formation.start_timeout_s
 
     async def leave_draining_nodes(self) -> float | None:

@@ -3,6 +3,7 @@
 R permuted rows, D hidden, I expert width, e local experts.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from kernels.grouped_gemm.four_bit import FourBitGemm
 from kernels.host.capability import too_old_gpu
 from kernels.host.triton_version import triton_unavailable
 from kernels.interface.backend import BackendShape
-from kernels.pending import wait_previous_ubatch
+from kernels.pending import can_yield_ubatch, wait_previous_ubatch
 
 
 class TritonFourBit(FourBitGemm):
@@ -39,11 +40,14 @@ class TritonFourBit(FourBitGemm):
         widths = shape.hidden_size + shape.moe_intermediate_size
         return num_rows * widths * shape.dtype.itemsize
 
-    def __init__(self, form: FourBitFormat, num_sms: int | None = None):
+    def __init__(
+        self, form: FourBitFormat, num_sms: int | None = None, device: torch.device | str = "cuda"
+    ):
         super().__init__(form)
-        from kernels.triton import grouped_gemm_four_bit
+        from kernels.triton import four_bit_tiles, grouped_gemm_four_bit, split_depth
 
-        self._kernel = grouped_gemm_four_bit
+        self._kernel, self._tiles = grouped_gemm_four_bit, four_bit_tiles
+        self._counters = split_depth.new_counters(device)
         self._all_sms = num_sms or torch.cuda.get_device_properties().multi_processor_count
         self._num_sms = self._all_sms
 
@@ -65,19 +69,17 @@ class TritonFourBit(FourBitGemm):
         b13_e2I, b2_eD = biases or (None, None)
         up, down = self.tiles(routing.mean_rows, x.dtype, *w2_eDI.shape[1:])
         bounds = (routing.starts_e, routing.ends_e, routing.num_permuted)
-        product, num_sms = self._kernel.grouped_gemm_four_bit, self._num_sms
-        h_RI = product(
-            *(x, row_R, w13_e2ID, *bounds),
-            activation=activation,
-            tile=up,
-            num_sms=num_sms,
-            bias=b13_e2I,
+        product = partial(
+            self._kernel.grouped_gemm_four_bit,
+            num_sms=self._num_sms,
+            expected=routing.expected,
+            # Ubatches run on several streams at once.
+            counters=None if can_yield_ubatch() else self._counters,
         )
+        h_RI = product(*(x, row_R, w13_e2ID, *bounds), activation=activation, tile=up, bias=b13_e2I)
         wait_previous_ubatch()
-        return product(
-            *(h_RI, None, w2_eDI, *bounds), activation=None, tile=down, num_sms=num_sms, bias=b2_eD
-        )
+        return product(*(h_RI, None, w2_eDI, *bounds), activation=None, tile=down, bias=b2_eD)
 
     def tiles(self, mean: float, dtype: torch.dtype, hidden: int, width: int) -> tuple[Any, Any]:
         """Return the tiles of the two products for the mean number of rows of an expert."""
-        return self._kernel.up_tile(mean, dtype, width), self._kernel.down_tile(mean, dtype, hidden)
+        return self._tiles.up_tile(mean, dtype, width), self._tiles.down_tile(mean, dtype, hidden)

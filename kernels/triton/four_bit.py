@@ -33,6 +33,48 @@ INT4_ASM = tl.constexpr(
     }
     """
 )
+# Without zero points one instruction subtracts 8 and multiplies. Codes in the low bits of bfloat16 are code / 2 ** 133,
+# and four bits higher code / 2 ** 129: patterns up to 255 are evenly spaced, subnormal or not. Factors are
+# those of SCALE_ASM, so that the result is (code - 8) * scale / 2 ** 24, rounded once. Of four bytes two may lie in
+# another row, whose factors are the third of each four.
+MIDDLE_ASM = tl.constexpr(
+    """
+    {
+        .reg .b32 x, y, p, q;
+        prmt.b32 x, $4, 0, 0x4140;
+        prmt.b32 y, $4, 0, 0x4342;
+        and.b32 p, x, 0x000f000f;
+        and.b32 q, y, 0x000f000f;
+        and.b32 x, x, 0x00f000f0;
+        and.b32 y, y, 0x00f000f0;
+        fma.rn.bf16x2 $0, p, $5, $13;
+        fma.rn.bf16x2 $1, q, $7, $15;
+        fma.rn.bf16x2 $2, x, $9, $17;
+        fma.rn.bf16x2 $3, y, $11, $19;
+    }
+    """
+)
+# The low half of a word, float16, to pairs of bfloat16: times 2 ** 109, 2 ** 105 and -8 / 2 ** 24. A scale may be 0.
+SCALE_ASM = tl.constexpr(
+    """
+    {
+        .reg .b16 h, unused;
+        .reg .f32 f;
+        .reg .b32 p, by;
+        mov.b32 {h, unused}, $3;
+        cvt.f32.f16 f, h;
+        cvt.rn.bf16x2.f32 p, f, f;
+        mov.b32 by, 0x76007600;
+        mul.rn.bf16x2 $0, p, by;
+        mov.b32 by, 0x74007400;
+        mul.rn.bf16x2 $1, p, by;
+        mov.b32 by, 0xb500b500;
+        mul.rn.bf16x2 $2, p, by;
+    }
+    """
+)
+# What `expand` divides values by, where `shrinks`.
+SHRUNK = tl.constexpr(2.0**24)
 # e2m1 in bits 15 and 8 .. 6 of bfloat16 is the value divided by 2 ** 126, subnormal values too; the scale is multiplied
 # by that before. A product copies a code to both places at once: its two copies do not overlap.
 MXFP4_ASM = tl.constexpr(
@@ -144,6 +186,42 @@ def _above_128(zeros):
     return (zeros.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
 
 
+@triton.constexpr_function
+def shrinks(kind: str, zeros: bool, packed: bool) -> bool:
+    """Return whether `expand` returns values divided by SHRUNK."""
+    return packed and kind == "int4" and not zeros
+
+
+@triton.jit
+def _expand_middle(codes, scales, high_scales):
+    """Return values of the low and of the high bits, uint8 [W, 32], of int4 without zero points, over SHRUNK."""
+    low, _, low_offset = _scale_pairs(scales, codes)
+    _, high, high_offset = _scale_pairs(high_scales, codes)
+    return tl.inline_asm_elementwise(
+        MIDDLE_ASM,
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [codes, low, high, low_offset, high_offset],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _scale_pairs(scales, codes):
+    low, high, offset = tl.inline_asm_elementwise(
+        SCALE_ASM,
+        "=r,=r,=r,r",
+        [scales],
+        dtype=(tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    low = tl.broadcast_to(low[:, None], codes.shape)
+    high = tl.broadcast_to(high[:, None], codes.shape)
+    return low, high, tl.broadcast_to(offset[:, None], codes.shape)
+
+
 @triton.jit
 def expand(
     codes,
@@ -152,13 +230,16 @@ def expand(
     high_scales,
     high_zeros,
     KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
     PACKED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Return [W, 64] in DTYPE; see `load_scales`."""
+    """Return [W, 64] in DTYPE, divided by SHRUNK where `shrinks`; see `load_scales`."""
     low_scale = _scale_of(scales, KIND, PACKED)[:, None]
     high_scale = _scale_of(high_scales, KIND, PACKED)[:, None]
-    if PACKED:
+    if shrinks(KIND, ZEROS, PACKED):
+        first, second = _expand_middle(codes, scales, high_scales)
+    elif PACKED:
         low_scale = tl.broadcast_to(low_scale, (codes.shape[0], 32))
         high_scale = tl.broadcast_to(high_scale, (codes.shape[0], 32))
         if KIND == "int4":

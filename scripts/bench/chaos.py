@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Coroutine
@@ -29,15 +30,17 @@ from scripts.bench import ROOT, soak
 from scripts.bench.chaos_faults import (
     BREAKS_CONNECTIONS,
     FAULTS,
-    OPERATOR_KEY,
+    OF_ROOT,
+    OWN_FILE_SYSTEMS,
     TWO_RANKS,
     Failure,
-    Victim,
     cause,
 )
 from scripts.bench.chaos_judge import answers, control, judge
 from scripts.bench.chaos_pauses import pauses
+from scripts.bench.chaos_ray_faults import MODEL_FOLDER
 from scripts.bench.chaos_resources import growth, measure
+from scripts.bench.chaos_scarcity import DISK, own_file_systems
 from scripts.bench.chaos_streams import (
     MODEL,
     Answer,
@@ -47,6 +50,7 @@ from scripts.bench.chaos_streams import (
     repeat,
     requests_of,
 )
+from scripts.bench.chaos_victim import OPERATOR_KEY, Victim
 from scripts.bench.results import add_options, origin, save, write
 from scripts.bench.servers import ServerProcess, free_port, phalanx
 from scripts.bench.soak import GROW_MB
@@ -54,6 +58,7 @@ from scripts.bench.soak_curve import ALL_ROLES, page
 
 CONFIG = ROOT / "configs" / "local.yaml"
 HOOKS = ROOT / "scripts" / "bench" / "fault_hooks"
+DEMO = ROOT / "cluster" / "share" / "models" / "demo"
 SETTLE_S = 3.0
 SETTINGS = ["cluster.rebuild_attempts=20", "model.max_model_len=1024", "cache.num_blocks=4096"]
 SOAK = {
@@ -136,10 +141,24 @@ def schedule(options: argparse.Namespace) -> list[str]:
 def fault_list(text: str) -> list[str]:
     """The kinds of `--faults`."""
     names = list(FAULTS) if text == "all" else text.split(",")
-    unknown = [name for name in names if name not in FAULTS]
+    known = FAULTS | OF_ROOT
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(FAULTS)}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+    if os.geteuid() and (denied := [name for name in names if name in OF_ROOT]):
+        raise argparse.ArgumentTypeError(f"{denied[0]!r} needs root")
     return names
+
+
+def prepared(kinds: list[str], folder: Path) -> list[str]:
+    """Make what these kinds need in `folder`; return the settings by which the server uses it."""
+    found = []
+    if "checkpoint" in kinds:
+        shutil.copytree(DEMO, folder / MODEL_FOLDER)
+        found += [f"model.path={folder / MODEL_FOLDER}", f"serve.model_name={MODEL}"]
+    if OWN_FILE_SYSTEMS & set(kinds):
+        found += [f"kernels.cache={folder / DISK / 'kernels'}"]
+    return found
 
 
 def duration(text: str) -> float:
@@ -160,7 +179,7 @@ def bound(text: str) -> tuple[str, float]:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line; --soak has other defaults."""
     kinds = "; ".join(
-        f"{name}: {(fault.__doc__ or '').rstrip('.')}" for name, fault in FAULTS.items()
+        f"{name}: {(fault.__doc__ or '').rstrip('.')}" for name, fault in (FAULTS | OF_ROOT).items()
     )
     shown = ", ".join(
         f"{name} {SOAK[name]}" for name in ("streams", "requests", "every_s", "timeout_s")
@@ -175,7 +194,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=72, help="different requests")
     parser.add_argument("--failures", type=int, default=50, help="not of --soak")
     parser.add_argument(
-        "--faults", type=fault_list, default=["kill"], help="kinds, by commas; or all"
+        "--faults",
+        type=fault_list,
+        default=["kill"],
+        help="kinds, by commas; or all, without those of root",
     )
     parser.add_argument("--every-s", type=float, default=5.0, help="between failures, on average")
     parser.add_argument(
@@ -216,9 +238,13 @@ def main() -> None:
         settings += ["serve.replicas=2"]
     options.app_name = f"chaos-{port}"
     own = [f"serve.port={port}", f"serve.app_name={options.app_name}"]
-    command = phalanx("serve", CONFIG, [*own, *settings, *options.set])
     with tempfile.TemporaryDirectory(prefix="phalanx-chaos-") as name:
         folder = Path(name)
+        settings += prepared(options.faults, folder)
+        command = phalanx("serve", CONFIG, [*own, *settings, *options.set])
+        if OWN_FILE_SYSTEMS & set(options.faults):
+            command = own_file_systems(command, folder)
+            os.environ["RAY_TMPDIR"] = str(folder / DISK)
         os.environ["PHALANX_FAULTS"] = name
         os.environ["PHALANX_OPERATOR_KEY"] = OPERATOR_KEY
         os.environ["PYTHONPATH"] = os.pathsep.join(

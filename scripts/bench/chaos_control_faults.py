@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
-    from scripts.bench.chaos_faults import Victim
+    from scripts.bench.chaos_victim import Victim
 
 PARTITION_S = 20.0
 NOTICED_S = 10.0

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import httpx
 
-from scripts.bench.chaos_faults import Victim
 from scripts.bench.chaos_streams import Answer, Difference, Found, Request, stream
+from scripts.bench.chaos_victim import Victim
 
 TRIES = 128
 AT_ONCE = 16

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
-    from scripts.bench.chaos_faults import Victim
+    from scripts.bench.chaos_victim import Victim
 
 RUN_S, STOP_S = 0.02, 0.08
 NAMED_S = 10.0

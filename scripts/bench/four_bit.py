@@ -41,28 +41,40 @@ BACKENDS = {
     "cuda": ("triton_four_bit", "triton", "deepgemm_fp8"),
     "cpu": ("native_four_bit", "native"),
 }
-# Rows, columns, warps, stages, programs on an SM and blocks of a stage of tiles to compare.
+# Rows, columns, warps, stages, programs on an SM, blocks of a stage and most parts of the depth of tiles to compare.
 TILES = (
-    (16, 64, 4, 5, 4, 1),
-    (16, 64, 4, 6, 4, 1),
-    (16, 64, 4, 10, 3, 1),
-    (16, 64, 4, 3, 4, 2),
-    (16, 64, 4, 4, 4, 2),
-    (16, 64, 4, 4, 3, 2),
-    (16, 64, 4, 5, 3, 2),
-    (16, 64, 4, 8, 2, 2),
-    (16, 128, 8, 4, 2, 2),
-    (32, 64, 4, 4, 3, 1),
-    (32, 64, 4, 3, 3, 2),
-    (32, 128, 8, 4, 2, 1),
-    (64, 64, 4, 4, 2, 1),
-    (64, 64, 4, 3, 2, 2),
-    (64, 128, 4, 4, 2, 1),
-    (64, 128, 8, 4, 1, 1),
-    (128, 64, 4, 3, 2, 1),
-    (128, 128, 8, 3, 1, 1),
-    (128, 128, 8, 4, 1, 1),
+    (16, 64, 4, 5, 3, 2, 1),
+    (16, 64, 4, 5, 3, 2, 4),
+    (16, 64, 4, 5, 3, 1, 4),
+    (16, 64, 4, 4, 4, 2, 4),
+    (16, 64, 4, 5, 4, 1, 4),
+    (16, 64, 4, 8, 2, 1, 4),
+    (16, 64, 4, 4, 3, 3, 4),
+    (16, 128, 8, 4, 2, 2, 4),
+    (16, 128, 4, 5, 3, 1, 4),
+    (16, 64, 4, 5, 4, 1, 1),
+    (16, 64, 4, 4, 4, 2, 1),
+    (16, 64, 4, 3, 3, 3, 1),
+    (16, 64, 4, 3, 3, 4, 1),
+    (16, 128, 4, 4, 3, 1, 1),
+    (16, 128, 4, 6, 3, 1, 1),
+    (16, 128, 4, 4, 2, 2, 1),
+    (16, 128, 8, 4, 2, 2, 1),
+    (32, 64, 4, 4, 3, 1, 1),
+    (32, 64, 4, 3, 3, 2, 1),
+    (32, 128, 4, 4, 2, 1, 1),
+    (32, 128, 8, 4, 2, 1, 1),
+    (64, 64, 4, 4, 2, 1, 1),
+    (64, 64, 4, 3, 2, 2, 1),
+    (64, 128, 4, 4, 2, 1, 1),
+    (64, 128, 8, 4, 1, 1, 1),
+    (64, 128, 8, 3, 2, 1, 1),
+    (64, 256, 8, 3, 1, 1, 1),
+    (128, 64, 4, 3, 2, 1, 1),
+    (128, 128, 8, 3, 1, 1, 1),
+    (128, 128, 8, 4, 1, 1, 1),
 )
+SPLIT_ROWS = 1.0  # mean rows of an expert up to which tiles with several parts are compared
 TILE_ROWS = 3.0  # a tile has at most this many times the mean rows of an expert, or 16
 LAYERS, DRAWS, ROUNDS = 4, 2, 7  # weights and routings that take turns, so that no cache holds them
 
@@ -182,14 +194,22 @@ class Products:
 
     def measure_tiles(self, rows: int, rounds: int) -> dict[str, dict[str, float]]:
         """Return microseconds of each product alone by tile; of `triton_four_bit` only."""
-        from kernels.triton.grouped_gemm_four_bit import FourBitTile, grouped_gemm_four_bit
+        from kernels.triton.four_bit_tiles import FourBitTile
+        from kernels.triton.grouped_gemm_four_bit import grouped_gemm_four_bit
+        from kernels.triton.split_depth import new_counters
 
         routed = [self.draw(rows, seed) for seed in range(DRAWS)]
-        mean, num_sms = routed[0].device_routing().mean_rows, self.gemm._num_sms  # type: ignore[attr-defined]
+        routing_of_one = routed[0].device_routing()
+        mean, num_sms = routing_of_one.mean_rows, self.gemm._num_sms  # type: ignore[attr-defined]
+        shared: dict[str, Any] = {
+            "num_sms": num_sms,
+            "expected": routing_of_one.expected,
+            "counters": new_counters(self.device),
+        }
         shape, times = self.shape, LAYERS * DRAWS
-        inner = torch.randn(
-            routed[0].device_routing().num_permuted, shape.width, device=self.device
-        ).to(self.dtype)
+        inner = torch.randn(routing_of_one.num_permuted, shape.width, device=self.device).to(
+            self.dtype
+        )
 
         def up(tile: FourBitTile, index: int) -> torch.Tensor:
             found, (w13, _, biases) = routed[index // LAYERS], self.layers[index % LAYERS]
@@ -199,7 +219,7 @@ class Products:
                 *(found.x_RD, routing.row_R, w13, *bounds),
                 activation=shape.activation,
                 tile=tile,
-                num_sms=num_sms,
+                **shared,
                 bias=biases and biases[0],
             )
 
@@ -211,7 +231,7 @@ class Products:
                 *(inner, None, w2, *bounds),
                 activation=None,
                 tile=tile,
-                num_sms=num_sms,
+                **shared,
                 bias=biases and biases[1],
             )
 
@@ -219,10 +239,12 @@ class Products:
         for name, product in (("up", up), ("down", down)):
             runs = {
                 str(sizes): repeated(
-                    partial(product, FourBitTile(*sizes, early=True)), times, graph=True
+                    partial(product, FourBitTile(*sizes[:6], early=True, splits=sizes[6])),
+                    times,
+                    graph=True,
                 )
                 for sizes in TILES
-                if sizes[0] <= max(16, TILE_ROWS * mean)
+                if sizes[0] <= max(16, TILE_ROWS * mean) and (sizes[6] == 1 or mean <= SPLIT_ROWS)
             }
             result[name] = alternate(runs, rounds, times, self.device, digits=2)
         return result

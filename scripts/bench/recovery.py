@@ -38,7 +38,8 @@ from cluster.bench.settings import Load
 from cluster.config.load import load_config
 from scripts.bench import ROOT, results
 from scripts.bench.chaos import HOOKS
-from scripts.bench.chaos_faults import FAULTS, Failure, Victim, serves, watch
+from scripts.bench.chaos_faults import FAULTS, Failure, serves, watch
+from scripts.bench.chaos_victim import Victim
 from scripts.bench.inputs import names_of
 from scripts.bench.servers import ServerProcess, free_port
 

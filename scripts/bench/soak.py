@@ -21,10 +21,11 @@ from typing import Any
 import httpx
 import psutil
 
-from scripts.bench.chaos_faults import BREAKS_CONNECTIONS, Failure, Victim, cause_one, only_ranks
+from scripts.bench.chaos_faults import BREAKS_CONNECTIONS, Failure, cause_one, only_ranks
 from scripts.bench.chaos_judge import control, judge
 from scripts.bench.chaos_pauses import pauses
 from scripts.bench.chaos_streams import MODEL, Found, reference
+from scripts.bench.chaos_victim import Victim
 from scripts.bench.servers import ServerProcess
 from scripts.bench.soak_curve import (
     ALL_ROLES,

@@ -9,7 +9,8 @@ import torch
 
 from tests.distributed.rank_pool import RankError, RankPool
 from workers.rank import process_group
-from workers.rank.process_group import SignatureError, _Signer
+from workers.rank.process_group import _Signer
+from workers.rank.rank_info import SignatureError
 
 ROOT = Path(__file__).parents[2]
 

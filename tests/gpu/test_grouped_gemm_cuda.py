@@ -56,6 +56,8 @@ class Experts:
 CASES = {
     "one_row": Experts(1),
     "few_rows": Experts(13),
+    # fewer tiles than SMs: programs of `triton_four_bit` share their depth
+    "rows_for_few_experts": Experts(3, local=range(128)),
     "decode": Experts(256),
     "prefill": Experts(3000),
     # more than 768 rows an expert, for which `triton` takes its kernel for Hopper
@@ -198,7 +200,7 @@ def test_triton_takes_other_floats_and_odd_widths(num_rows, shape, dtype, tolera
     assert calc_diff(layer(*inputs), layer.expected(*inputs)) < tolerance
 
 
-@pytest.mark.parametrize("label", ["few_rows", "decode", "prefill"])
+@pytest.mark.parametrize("label", ["rows_for_few_experts", "few_rows", "decode", "prefill"])
 @pytest.mark.parametrize("name", GEMMS)
 @torch.inference_mode()
 def test_captures_into_a_graph_and_never_waits(name: str, label: str):

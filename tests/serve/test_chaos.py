@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from scripts.bench.chaos import HOOKS, streams_under
-from scripts.bench.chaos_faults import Failure, Victim, cause
+from scripts.bench.chaos_faults import Failure, cause
 from scripts.bench.chaos_judge import judge
 from scripts.bench.chaos_streams import Found, requests_of, stream
+from scripts.bench.chaos_victim import Victim
 from tests.serve.server import START_TIMEOUT_S, Server, running
 
 KINDS = ["kill", "poison"]

@@ -149,6 +149,23 @@ def _stop_a_rank_of_an_idle_group(server: Server) -> None:
     assert last["stages"]["detection"] == 3 and len(state["vote_age_seconds"]) == 2
 
 
+@pytest.mark.exhaustive
+def test_a_server_ends_with_its_gcs(tmp_path, checkpoint):
+    """A local Ray cannot go on without it. Clients see an end, the command prints the reason, no process is left."""
+    with running(tmp_path, checkpoint) as server:
+        family = server.descendants()
+        (gcs,) = (process for process in family if process.name() == "gcs_server")
+        hit = Stream(server, 490)
+        gcs.kill()
+        assert server.process.wait(30) == 1
+        hit.join(30)
+        assert not hit.is_alive(), "the stream hangs"
+        assert not left_running(family, 10)
+        printed = server.log.read_text().split("ready in")[1]
+        assert "error: Ray's process gcs_server has ended" in printed, printed
+        assert "Traceback" not in printed, printed
+
+
 def run_serve(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "cluster.cli", "serve", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -21,7 +21,7 @@ def _products(at: Inputs, form: FourBitFormat, *, biases: bool = False) -> None:
     """`EXPERTS` rows, whatever their number, as the choice of tiles goes by."""
     routing = route_on_device(at.ids(), range(EXPERTS), num_experts=EXPERTS)
     routing = replace(routing, expected=EXPERTS)
-    gemm = TritonFourBit(form, num_sms=4)
+    gemm = TritonFourBit(form, num_sms=4, device=DEVICE)
     new = {"device": at.device, "dtype": torch.bfloat16}
     width = 2 * WIDTH
     weights = (
@@ -40,7 +40,7 @@ def _tiles(rows_per_expert: float, form: FourBitFormat) -> list[int]:
     none = torch.zeros(max(expected, EXPERTS), dtype=torch.int32, device=DEVICE)
     routing = DeviceRouting(none.view(-1, 1), none, *(none[:EXPERTS],) * 3, 1, expected)
     new = {"dtype": torch.bfloat16, "device": DEVICE}
-    x, gemm = torch.empty(expected, 2048, **new), TritonFourBit(form, num_sms=132)
+    x, gemm = torch.empty(expected, 2048, **new), TritonFourBit(form, num_sms=132, device=DEVICE)
     weights = (
         gemm.empty_weights(EXPERTS, 1536, 2048, **new),
         gemm.empty_weights(EXPERTS, 2048, 768, **new),

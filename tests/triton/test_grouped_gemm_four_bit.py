@@ -68,9 +68,59 @@ def test_every_code_and_many_scales():
         assert torch.allclose(found, given.dequantise(), rtol=0, atol=2e-38)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "activation", "bias"),
+    [
+        (torch.float16, "silu", True),
+        *compiled_only((torch.bfloat16, None, False), (torch.bfloat16, "clamped_swiglu", True)),
+    ],
+)
+@torch.inference_mode()
+def test_programs_share_the_depth_of_a_tile(
+    dtype: torch.dtype, activation: Activation | None, bias: bool
+):
+    """Of 13 blocks, which are no multiple of the parts; twice, as the counters of tiles must be 0 again."""
+    from kernels.triton.four_bit_tiles import FourBitTile
+    from kernels.triton.grouped_gemm_four_bit import grouped_gemm_four_bit
+    from kernels.triton.split_depth import new_counters
+
+    form, rows, depth = FourBitFormat("mxfp4", 32), 128, 13 * 64
+    generator = torch.Generator().manual_seed(0)
+    weights = FourBitWeights.empty(form, 2, rows, depth, device=DEVICE, tiled=True)
+    wide = []
+    for expert in range(2):
+        drawn = torch.randn(rows, depth, generator=generator) / depth**0.5
+        matrix = quantise_four_bit(drawn.to(DEVICE), form)
+        weights[expert].set(matrix)
+        wide.append(matrix.dequantise())
+    x_RD = torch.randn(5, depth, generator=generator).to(DEVICE, dtype)
+    added = torch.randn(2, rows, generator=generator).to(DEVICE, dtype) * bias
+    tile, counters = FourBitTile(16, 64, 4, 2, 4, unroll=2, splits=3), new_counters(DEVICE)
+    assert tile.parts(2 if activation else 4, depth, num_sms=8) == 3
+    bounds = torch.tensor([[0, 2], [2, 5]], dtype=torch.int32, device=DEVICE)
+    first, second = (
+        grouped_gemm_four_bit(
+            *(x_RD, None, weights, *bounds, len(x_RD)),
+            activation=activation,
+            tile=tile,
+            num_sms=8,
+            bias=added if bias else None,
+            counters=counters,
+        )
+        for _ in range(2)
+    )
+    assert torch.equal(first, second) and not counters.any()
+    for expert, (start, end) in enumerate(bounds.t().tolist()):
+        expected = F.linear(x_RD[start:end].float(), wide[expert], added[expert].float())
+        if activation:
+            expected = gated_activation(expected, activation)
+        assert calc_diff(first[start:end], expected) < TOLERANCE[dtype]
+
+
 def multiply(weights: FourBitWeights, x_RD: torch.Tensor) -> torch.Tensor:
     """Return x @ weights.T of one expert."""
-    from kernels.triton.grouped_gemm_four_bit import FourBitTile, grouped_gemm_four_bit
+    from kernels.triton.four_bit_tiles import FourBitTile
+    from kernels.triton.grouped_gemm_four_bit import grouped_gemm_four_bit
 
     bounds = torch.tensor([0, len(x_RD)], dtype=torch.int32, device=DEVICE)
     tile = FourBitTile(16, 64, 4, 2, 1)
@@ -95,7 +145,7 @@ def check(
     hidden, width, local = 192 if form.group < 128 else 256, 128, EXPERTS - 2
     generator = torch.Generator().manual_seed(num_rows)
     x_ND = torch.randn(num_rows, hidden, generator=generator).to(DEVICE, dtype)
-    gemm = TritonFourBit(form, num_sms=3)
+    gemm = TritonFourBit(form, num_sms=3, device=DEVICE)
     packed, wide = [], []
     for rows, columns in ((2 * width, hidden), (hidden, width)):
         weights = gemm.empty_weights(local, rows, columns, device=DEVICE, dtype=dtype)

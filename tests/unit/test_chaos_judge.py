@@ -6,9 +6,9 @@ from pathlib import Path
 
 import httpx
 
-from scripts.bench.chaos_faults import Victim
 from scripts.bench.chaos_judge import TRIES, control, judge
 from scripts.bench.chaos_streams import Found, repeat, stream
+from scripts.bench.chaos_victim import Victim
 
 REQUESTS = [("greedy", "/v1/completions", {"prompt": "x", "stream": True})]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kernels.host.links import HostNetwork
-from workers.engine.datagram_vote import _HEADER, _ROWS, DatagramVoteTransport
+from workers.engine.datagram_vote import _ROWS, DatagramVoteTransport
 from workers.parallel import ParallelDims
 from workers.step.step_sync import AbortedError, LockstepError
 
@@ -143,19 +143,43 @@ def test_an_abort_ends_the_wait():
 
 def test_datagrams_of_another_epoch_or_group_are_dropped():
     with ranks_on_hosts(2) as transports:
-        secret = transports[0]._secret
         wrong = np.array([5], dtype=np.int64).tobytes()
-        sender = transports[1]._peers[0].messages
-        for forged in (
-            _HEADER.pack(secret, 6, _ROWS, 1, 1) + wrong,
-            _HEADER.pack(bytes(8), 7, _ROWS, 1, 1) + wrong,
-            b"short",
-        ):
-            sender.send(forged)
+        rank, secret = transports[1], transports[1]._secret
+        sender, forged = rank._peers[0].messages, [b"short"]
+        rank._epoch = 6
+        forged.append(rank._message(_ROWS, 1, wrong))
+        rank._epoch, rank._secret = 7, bytes(32)
+        forged.append(rank._message(_ROWS, 1, wrong))
+        rank._secret = secret
+        for datagram in forged:
+            sender.send(datagram)
         rows = [np.array([rank], dtype=np.int64) for rank in range(2)]
         with ThreadPoolExecutor(2) as pool:
             found = list(pool.map(lambda t, row: t.all_gather(row).tolist(), transports, rows))
         assert found == [[[0], [1]]] * 2
+
+
+class CorruptingSocket(LossySocket):
+    """A socket that changes one bit of the datagrams whose turn is in `lost`, each at another place."""
+
+    def send(self, data: bytes) -> int:
+        self._turn += 1
+        if self._turn in self._lost:
+            place = len(data) * self._turn // len(self._lost)
+            data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        return self._whole.send(data)
+
+
+def test_changed_datagrams_are_refused_and_sent_again(caplog):
+    """In the digest, the header and the rows: a changed number of tokens would let the ranks plan different steps."""
+    with ranks_on_hosts(2) as transports:
+        vote(transports, 0)
+        peer = transports[1]._peers[0]
+        peer.messages = CorruptingSocket(peer.messages, range(5))
+        vote(transports, 1)
+        assert peer.messages._turn >= 5 and transports[0].num_refused == 5
+        vote(transports, 2)
+    assert caplog.text.count("dropped a datagram that was changed on its way") == 1
 
 
 def test_a_rank_that_answers_no_more_fails_at_its_next_vote(

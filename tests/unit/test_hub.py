@@ -22,11 +22,14 @@ from cluster.commands.check import check, render
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
+from cluster.supervisor import group
 from cluster.supervisor.group import Group
 from tests.checkpoints.writer import make_checkpoint
 from tests.unit.hub_server import HubRepository, HubServer
-from tests.unit.ray_fakes import FakeLauncher, FakeRank, group_spec, rank_config
+from tests.unit.ray_fakes import FakeLauncher, FakeRank, group_spec, rank_config, until
+from tests.unit.test_rebuild import Scene, run
 from workers import hub
+from workers.weights.checkpoint_files import find_files
 from workers.weights.files import read_headers
 
 REPOSITORY = Path(__file__).parents[2]
@@ -68,9 +71,9 @@ def server(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    hub.fetch_description.cache_clear()
+    hub._commits.clear()
     yield server
-    hub.fetch_description.cache_clear()
+    hub._commits.clear()
     server.close()
 
 
@@ -86,6 +89,22 @@ def yaml_path(tmp_path: Path) -> Path:
     path = tmp_path / "serve.yaml"
     path.write_text(f"model:\n  path: {NAME}\n")
     return path
+
+
+def test_the_files_of_modules_are_fetched_from_their_folders(
+    server: HubServer, files: dict[str, bytes]
+) -> None:
+    modules = {
+        "modules.json": b"[]",
+        "1_Pooling/config.json": b"{}",
+        "2_Dense/model.safetensors": b"weights",
+    }
+    server.repositories[NAME].commit(files | modules)
+    folder = hub.snapshot_folder(NAME, hub.fetch_description(NAME, None))
+    assert (folder / "1_Pooling" / "config.json").exists()
+    assert not (folder / "onnx").exists() and not (folder / "2_Dense").exists()
+    found = find_files(folder, weights=False).files
+    assert {"modules.json", "1_Pooling/config.json"} <= found.keys()
 
 
 def problem(path: Path, *overrides: str) -> tuple[str, str]:
@@ -120,7 +139,7 @@ def test_a_name_is_fetched_in_two_parts(server: HubServer, yaml_path: Path, tmp_
     server.requests.clear()
     fetch(load_config(yaml_path))
     assert not server.requests, "a process resolves a branch once"
-    hub.fetch_description.cache_clear()
+    hub._commits.clear()
     fetch(load_config(yaml_path))
     assert [request.split("/")[1] for request in server.requests] == ["api"], "the main branch"
 
@@ -138,7 +157,7 @@ def test_a_revision(server: HubServer, yaml_path: Path, files: dict[str, bytes])
     longer = json.loads(files["config.json"]) | {"max_position_embeddings": 77}
     second = repository.commit({**files, "config.json": json.dumps(longer).encode()})
     repository.branches["old"] = str(first)
-    hub.fetch_description.cache_clear()
+    hub._commits.clear()
     assert load_config(yaml_path).model.revision == second
     for revision in ("old", str(first)):
         config = load_config(yaml_path, [f"model.revision={revision}"])
@@ -152,7 +171,7 @@ def test_check_prints_revision_and_commit(server: HubServer, yaml_path: Path) ->
     commit = repository.branches["main"]
     repository.branches["v1"] = commit
     assert check(load_config(yaml_path)).checkpoint == f"{NAME}, commit {commit} (main)"
-    hub.fetch_description.cache_clear()
+    hub._commits.clear()
     report = check(load_config(yaml_path, ["model.revision=v1"]))
     assert report.checkpoint == f"{NAME}, commit {commit} (main, v1)"
     console = Console(file=io.StringIO(), width=60)
@@ -235,7 +254,7 @@ def test_without_a_connection(
     set_endpoint(monkeypatch, server.url)
     config = load_config(yaml_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub.fetch_description.cache_clear()
+    hub._commits.clear()
     assert load_config(yaml_path) == config, "the cached files count"
     with pytest.raises(hub.HubError, match="HF_HUB_OFFLINE forbids"):
         fetch(config)
@@ -323,6 +342,41 @@ def test_the_configuration_needs_no_torch(
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == load_config(yaml_path).model.folder
+
+
+def test_a_rebuild_waits_for_a_hub_that_cannot_be_reached(
+    server: HubServer, yaml_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files have left the disk of the node too; a process that lives has fetched them before."""
+    model = load_config(yaml_path).model
+    hub.fetch_weights(model.path, model.revision)
+    weights = hub._weight_files(model.path, model.revision)
+
+    async def fetch_checkpoint(rank: FakeRank, token: str | None) -> None:
+        await asyncio.to_thread(hub.fetch_weights, model.path, model.revision)
+
+    async def scenario() -> None:
+        now = Scene(rebuild_attempts=1)
+        roster = now.group._roster
+        roster.config = roster.wanted = roster.config.model_copy(update={"model": model})
+        await now.serving(0)
+        shutil.rmtree(constants.HF_HUB_CACHE)
+        monkeypatch.setattr(
+            constants, "HF_HUB_OFFLINE", True
+        )  # without a connection it takes 20 s to fail
+        now.kill(1)
+        await until(lambda: now.group.health.epoch > 3, 20)
+        state, _, error = now.group.health
+        assert state == "rebuilding" and error.count("HF_HUB_OFFLINE forbids to fetch it") == 1
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        await until(lambda: now.group.health.state == "serving", 20)
+        await now.close()
+
+    monkeypatch.setattr(FakeRank, "fetch_checkpoint", fetch_checkpoint)
+    monkeypatch.setattr(group, "FILES_RETRY_S", 0.01)
+    monkeypatch.setattr(group, "STOP_TIMEOUT_S", 0.02)
+    run(scenario())
+    assert {path.name for path in model.folder.iterdir()} >= {"config.json", *weights}
 
 
 def test_each_node_fetches_once(monkeypatch: pytest.MonkeyPatch) -> None:

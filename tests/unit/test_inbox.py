@@ -220,6 +220,47 @@ def test_a_message_that_cannot_be_read_is_refused_and_logged(
     sender.close()
 
 
+@pytest.mark.parametrize(
+    ("data", "ends"),
+    [
+        (b"[3, \xff", True),
+        (b'[3, "abort", 7]', True),
+        (json.dumps(submission(request_id=7), default=list).encode(), True),
+        (json.dumps(submission(priority="high"), default=list).encode(), False),
+    ],
+    ids=["bytes", "abort", "nameless submit", "refused submit"],
+)
+def test_a_stream_ends_with_a_message_that_cannot_be_read_unless_it_is_refused(inbox, data, ends):
+    """Its request would wait for ever, or run on without a client: the ingress submits its requests again."""
+    engine, stream = Engine(), bytes(15) + b"s"
+    inbox.deliver_to(engine, 3)
+    inbox.open_stream(stream)
+    sender = InboxSender(inbox.address, 3, stream)
+    sender._sender.send(data)
+    sender.abort("later")
+    for _ in range(1000):
+        if (taken := inbox.num_taken(stream)) != 0 and taken != 1:
+            break
+        threading.Event().wait(0.01)
+    assert taken == (None if ends else 2)
+    assert [entry[0] for entry in engine.delivered] == ([] if ends else ["refuse", "abort"])
+    sender.close()
+
+
+def test_a_message_without_a_whole_header_is_dropped_and_counted(inbox):
+    """It ended the thread of the inbox, and the rank with it."""
+    engine, stream = Engine(), bytes(15) + b"s"
+    inbox.deliver_to(engine, 3)
+    inbox.open_stream(stream)
+    sender = InboxSender(inbox.address, 3, stream)
+    for cut in (b"", stream + b"1234567"):
+        sender._sender._socket.send(cut)
+    sender.abort("next")
+    assert engine.wait_for(1) and engine.delivered == [("abort", "next")]
+    assert inbox.num_stale == 2 and inbox.num_taken(stream) == 1
+    sender.close()
+
+
 def test_a_stream_ends_with_a_missing_message_or_when_it_is_closed(inbox, caplog):
     """A request that comes later could otherwise run beside its second attempt."""
     engine, broken, whole = Engine(), bytes(15) + b"b", bytes(15) + b"w"

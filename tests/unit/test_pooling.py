@@ -230,7 +230,10 @@ def test_requests_and_vectors_pass_the_wire():
     receiver = token_stream.TokenReceiver("127.0.0.1", 1)
     try:
         receiver._listener = Listener()
-        receiver._take(sent[0])
+        assert receiver._take(0, sent[0])
+        text, _, _ = sent[0].partition(b"\n")
+        for broken in (text, sent[0][:-4], sent[0] + b"1234", sent[0][:-1]):
+            assert not receiver._take(0, broken), "a vector is not whole"
     finally:
         receiver.close()
     assert delivered == [outputs]

@@ -1,16 +1,21 @@
 """Groups that change their ranks, over fake ranks: standbys, fewer ranks, other numbers, new processes, lost disks."""
 
 import asyncio
+import errno
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
 
 from cluster.supervisor import group, lost_nodes, relocation, roster
+from cluster.supervisor.failures import failure_message
 from cluster.supervisor.placement import PlacementError
+from kernels.host.shm import PeerLeftError
 from kernels.routing.expert_map import STANDBY
 from tests.unit.ray_fakes import FakeRank, rank_config, until
 from tests.unit.test_rebuild import Scene, run
+from workers.hub import HubError
+from workers.weights.checkpoint_copy import CopyError
 from workers.weights.checkpoint_files import CheckpointError
 
 
@@ -18,7 +23,7 @@ from workers.weights.checkpoint_files import CheckpointError
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "STOP_TIMEOUT_S", 0.02)
     monkeypatch.setattr(relocation, "GROW_S", 0.01)
-    monkeypatch.setattr(group, "CHECKPOINT_RETRY_S", 0.01)
+    monkeypatch.setattr(group, "FILES_RETRY_S", 0.01)
     monkeypatch.setattr(lost_nodes, "POLL_S", 0.001)
     monkeypatch.setattr(lost_nodes, "CAPACITY_WAIT_S", 0.02)
     monkeypatch.setattr(roster, "RESTOCK_S", 0.01)
@@ -313,23 +318,48 @@ def test_a_group_without_ranks_fails_though_it_may_shrink():
     run(scenario())
 
 
-def test_a_checkpoint_that_cannot_be_read_is_waited_for():
+@pytest.mark.parametrize(
+    "gone",
+    [
+        CheckpointError("/models/a/model.safetensors cannot be read"),
+        HubError("https://huggingface.co cannot be reached"),
+        CopyError("model.safetensors cannot be copied from 10.0.0.1 in 3 attempts"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EMFILE, "Too many open files"),
+    ],
+    ids=["folder", "Hub", "copy", "space", "descriptors"],
+)
+def test_files_and_space_for_them_are_waited_for(gone):
     """The attempts do not count, and the reason stands in the state."""
 
     async def scenario() -> None:
         now = Scene(rebuild_attempts=1)
         await now.serving(0)
-        gone = CheckpointError("/models/a/model.safetensors cannot be read")
         now.launcher.make = lambda rank: rank.fail.update(run_stage=gone)
         now.kill(1)
         await until(lambda: now.group.health.epoch > 4)
         state, _, error = now.group.health
-        assert state == "rebuilding" and error.count(str(gone)) == 1
+        assert state == "rebuilding" and error.count(failure_message(gone)) == 1
         assert error.startswith("rank 1: its process died; rebuild failed at stage 'weights'")
         assert now.launcher.replaced == [1], "the process that waits is kept"
         now.ranks[1].fail.clear()
         await until(lambda: now.group.health.state == "serving")
         await now.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("error", [PeerLeftError("rank 1 left"), TimeoutError("rank 1 is late")])
+def test_lost_peers_are_counted_though_their_errors_are_those_of_files(error):
+    """Otherwise ranks that end in each rebuild are tried for `start_timeout_s`."""
+
+    async def scenario() -> None:
+        now = Scene(rebuild_attempts=1)
+        await now.serving(0)
+        now.launcher.make = lambda rank: rank.fail.update(run_stage=error)
+        now.kill(1)
+        await now.task
+        assert "after 1 rebuilds in a row" in now.group.health.error
 
     run(scenario())
 

@@ -3,11 +3,13 @@
 The ranks of a host gather their rows through shared memory first. Then each rank sends the rows of its host to the
 rank of the same local index on every other host. A rank that misses a message requests it, and a thread of the peer
 sends it again, also while the peer computes or sleeps. An answer without the message shows that the peer lives, so a
-host without network is distinguished from a slow rank. Every datagram carries a secret of the group and the epoch;
-others are dropped. Knows nothing of the fields of a row.
+host without network is distinguished from a slow rank. Every datagram carries the epoch, and a digest with a secret of
+the group: a datagram of others, or one that was changed on its way, is dropped. Knows nothing of the fields of a row.
 """
 
 import contextlib
+import hmac
+import logging
 import os
 import secrets
 import select
@@ -16,6 +18,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -28,7 +31,11 @@ from workers.engine.vote_transport import AbortableVote, SharedMemoryVoteTranspo
 from workers.parallel import ParallelDims
 from workers.step.step_sync import AbortedError, LockstepError
 
-_HEADER = struct.Struct("<8s4q")  # secret, epoch, kind, number of the vote, rank of the sender
+logger = logging.getLogger(__name__)
+
+_HEADER = struct.Struct("<4q")  # epoch, kind, number of the vote, rank of the sender
+_DIGEST_BYTES = 16  # before the header
+_CONTENT = _DIGEST_BYTES + _HEADER.size  # where the rows begin
 _ROWS, _ASK, _ALIVE = range(
     3
 )  # kinds: the rows of a host; a request for them; an answer without them
@@ -75,6 +82,7 @@ class DatagramVoteTransport(AbortableVote):
 
     gather          gathers a value of every rank as JSON, in rank order
     shared_memory   of the ranks of this host; None: each rank sends its row alone to all other ranks
+    num_refused     datagrams dropped because their digest was wrong
     """
 
     def __init__(
@@ -88,6 +96,7 @@ class DatagramVoteTransport(AbortableVote):
     ):
         if shared_memory is None:
             dims = ParallelDims(num_ranks=dims.num_ranks, num_nodes=dims.num_ranks)
+        self.num_refused = 0
         self._rank, self._epoch, self._network = rank, epoch, network
         self._num_ranks = dims.num_ranks
         self._own_ranks = _slice(dims.ranks_of_node(dims.node(rank)))
@@ -109,7 +118,7 @@ class DatagramVoteTransport(AbortableVote):
     def _connect(self, gather: Callable[[Any], Sequence[Any]]) -> None:
         ports = [(peer.rank, peer.messages.getsockname()[1]) for peer in self._peers]
         request_port = self._requests.getsockname()[1]
-        own = (self._network.address, ports, request_port, secrets.token_hex(8))
+        own = (self._network.address, ports, request_port, secrets.token_hex(32))
         found = [VoteEndpoint.of(fields) for fields in gather(own)]
         self._secret = found[0].secret
         for peer in self._peers:
@@ -134,7 +143,7 @@ class DatagramVoteTransport(AbortableVote):
         self._check_running()
         own = row[None] if self._local is None else self._local.all_gather(row)
         self._vote += 1
-        message = self._header(_ROWS, self._vote) + own.tobytes()
+        message = self._message(_ROWS, self._vote, own.tobytes())
         self._sent[self._vote & 1] = (self._vote, message)
         for peer in self._peers:
             with contextlib.suppress(OSError):  # the peer requests what it misses
@@ -142,7 +151,7 @@ class DatagramVoteTransport(AbortableVote):
         rows = np.empty((self._num_ranks, len(row)), dtype=np.int64)
         rows[self._own_ranks] = own
         for peer in self._peers:
-            received = np.frombuffer(self._receive(peer), dtype=np.int64, offset=_HEADER.size)
+            received = np.frombuffer(self._receive(peer), dtype=np.int64, offset=_CONTENT)
             rows[peer.ranks] = received.reshape(-1, len(row))
         return rows
 
@@ -197,7 +206,7 @@ class DatagramVoteTransport(AbortableVote):
     def _ask(self, peer: _Peer) -> None:
         """Ask for the peer's message, and send this rank's again."""
         with contextlib.suppress(OSError):
-            self._requests.sendto(self._header(_ASK, self._vote), peer.requests)
+            self._requests.sendto(self._message(_ASK, self._vote), peer.requests)
             peer.messages.send(self._sent[self._vote & 1][1])
 
     def _answer(self) -> None:
@@ -213,18 +222,31 @@ class DatagramVoteTransport(AbortableVote):
                     continue
                 _, vote, rank = found
                 sent, message = self._sent[vote & 1]
-                answer = message if sent == vote else self._header(_ALIVE, vote)
+                answer = message if sent == vote else self._message(_ALIVE, vote)
                 peers[rank].messages.send(answer)
 
-    def _header(self, kind: int, vote: int) -> bytes:
-        return _HEADER.pack(self._secret, self._epoch, kind, vote, self._rank)
+    def _message(self, kind: int, vote: int, rows: bytes = b"") -> bytes:
+        content = _HEADER.pack(self._epoch, kind, vote, self._rank) + rows
+        return self._digest(content) + content
+
+    def _digest(self, content: bytes) -> bytes:
+        return blake2b(content, digest_size=_DIGEST_BYTES, key=self._secret).digest()
 
     def _parse(self, message: bytes) -> tuple[int, int, int] | None:
-        """Return kind, number of the vote and sender; None for a datagram of another group or epoch."""
-        if len(message) < _HEADER.size:
+        """Return kind, number of the vote and sender; None for a datagram that was changed, or of another group."""
+        digest, content = message[:_DIGEST_BYTES], message[_DIGEST_BYTES:]
+        if len(content) < _HEADER.size or not hmac.compare_digest(digest, self._digest(content)):
+            self._note_refused()
             return None
-        secret, epoch, kind, vote, rank = _HEADER.unpack_from(message)
-        return (kind, vote, rank) if (secret, epoch) == (self._secret, self._epoch) else None
+        epoch, kind, vote, rank = _HEADER.unpack_from(content)
+        return (kind, vote, rank) if epoch == self._epoch else None
+
+    def _note_refused(self) -> None:
+        self.num_refused += 1
+        if self.num_refused == 1:
+            logger.warning(
+                "vote: dropped a datagram that was changed on its way, or that no rank of this group has sent"
+            )
 
     def close(self) -> None:
         """End the thread and close the sockets. Safe to call twice."""

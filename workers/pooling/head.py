@@ -117,7 +117,7 @@ class PoolingHead:
         if all(length == 1 for length in lengths):
             return normed_ND
         # One sum a sequence: segment_reduce takes ten times as long on a CPU, because it sums column by column.
-        return torch.stack([rows_nD.sum(0) for rows_nD in normed_ND.split(lengths)])
+        return torch.stack([rows_nD.sum(0) for rows_nD in torch.split(normed_ND, lengths)])
 
     def _group(
         self, chosen: list[tuple[int, ScheduledSequence]], sums_SD: torch.Tensor, places: list[int]

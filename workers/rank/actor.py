@@ -25,6 +25,7 @@ from workers.config import RankConfig
 from workers.log import set_up_logging
 from workers.rank.checkpoint_holder import CheckpointHolder
 from workers.rank.fence import Fence
+from workers.rank.in_thread import in_thread
 from workers.rank.network import address_on, bind_to_address
 from workers.rank.rank_info import Membership, Pulse, RankInfo, RankTrace, Rendezvous
 from workers.rank.step_loop import RankFailedError, StepLoop
@@ -164,7 +165,7 @@ class RankActor:
         gpus    as in `join_group`
         """
         async with self._joining:
-            await asyncio.to_thread(self._prepare, gpus)
+            await in_thread(self._prepare, gpus)
 
     async def joined(self) -> None:
         """Return when this process has been called to join a group; a standby's end ends the call."""
@@ -195,7 +196,7 @@ class RankActor:
             self._fence.rank = rank
             self._set_up_logging()
         async with self._joining:
-            await asyncio.to_thread(self._join_group, rendezvous, timeout_s, gpus)
+            await in_thread(self._join_group, rendezvous, timeout_s, gpus)
 
     def _join_group(
         self, rendezvous: Rendezvous, timeout_s: float, gpus: Sequence[int | str]
@@ -260,7 +261,7 @@ class RankActor:
         """Run one of start_stages. Collective."""
         self._progress = (0, 0)
         async with self._joining:
-            await asyncio.to_thread(self._epoch.run_stage, name, self._set_progress)
+            await in_thread(self._epoch.run_stage, name, self._set_progress)
 
     async def progress(self) -> tuple[int, int]:
         """Return done and total of the stage, in bytes of weights or pieces of work; (0, 0) if unknown."""
@@ -270,7 +271,7 @@ class RankActor:
         """Run a step of `num_tokens` tokens, whole and in ubatches, in place of `start`. Collective."""
         from workers.rank.trace_step import trace_step
 
-        return await asyncio.to_thread(trace_step, self._epoch, phase, num_tokens)
+        return await in_thread(trace_step, self._epoch, phase, num_tokens)
 
     async def start(self, epoch: int, peers: list[StreamAddress]) -> RankInfo:
         """Start the step loop. Collective. `peers` are the inboxes of the other ranks."""
@@ -278,7 +279,7 @@ class RankActor:
         self._peers = [InboxSender(address, epoch) for address in peers]
         async with self._joining:
             current = self._epoch
-            info = await asyncio.to_thread(current.start_engine, self._publish, self._wake_peers)
+            info = await in_thread(current.start_engine, self._publish, self._wake_peers)
         sizes = ("block_size", "num_blocks", "max_model_len")
         self._info = {**{size: getattr(info, size) for size in sizes}, **info.backends}
         self._inbox.deliver_to(current.engine, epoch)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported, but not in __all__
 
 from workers.parallel import ParallelDims
-from workers.rank.rank_info import Rendezvous
+from workers.rank.rank_info import Rendezvous, SignatureError
 
 # The vote detects a lost rank; this timeout only bounds collectives of a group that ends.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
@@ -141,10 +141,6 @@ class _Signer:
 
 
 _signer = _Signer()  # of torch's default group, of which a process has one
-
-
-class SignatureError(RuntimeError):
-    """A part of a gather comes from outside the group, or was changed on its way."""
 
 
 def gather_json(value: Any) -> list[Any]:

@@ -32,6 +32,10 @@ class Rendezvous:
     secret: bytes = field(default=b"", repr=False)
 
 
+class SignatureError(RuntimeError):
+    """A part of a gather comes from outside the group, or was changed on its way."""
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """The report of a rank when its engine is made. `stage_seconds` is the time of each stage of this epoch.

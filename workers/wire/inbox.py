@@ -1,9 +1,9 @@
 """Messages to a rank while it serves: submit or abort a request, wake up for a vote.
 
 Sent over ZeroMQ like the tokens: a request reaches the engine 0.3 ms after it was sent; a call of the Ray actor took
-2 ms. Messages of one sender arrive in order, so an abort never overtakes its request. After a missing message an inbox
-takes no more of that stream, until the ingress has opened another one. Every message carries its epoch, and an inbox
-drops messages of other epochs. Knows nothing of Ray.
+2 ms. Messages of one sender arrive in order, so an abort never overtakes its request. After a message that is missing
+or cannot be read, an inbox takes no more of that stream, until the ingress has opened another one. Every message
+carries its epoch, and an inbox drops messages of other epochs. Knows nothing of Ray.
 """
 
 import json
@@ -116,7 +116,7 @@ class Inbox:
             del self._streams[stream]
 
     def num_taken(self, stream: bytes) -> int | None:
-        """Return how many messages of an open stream have arrived; None after one is missing."""
+        """Return how many messages of an open stream have arrived; None after one is missing or cannot be read."""
         found = self._streams[stream]
         return None if found.broken else found.num_taken
 
@@ -148,8 +148,10 @@ class Inbox:
     def _receive(self, data: bytes) -> None:
         stream, number, message = split(data)
         with self._lock:
-            if stream == UNCHECKED or self._continues(stream, number):
+            if stream == UNCHECKED:
                 self._deliver(message)
+            elif self._continues(stream, number) and not self._deliver(message):
+                self._streams[stream].broken = True
 
     def _continues(self, stream: bytes, number: int) -> bool:
         """Return whether a message is the next one of an open stream."""
@@ -165,11 +167,14 @@ class Inbox:
             )
         return not found.broken
 
-    def _deliver(self, data: bytes) -> None:
-        """Deliver one message. A message that cannot be read is logged, and refused if it names its request."""
+    def _deliver(self, data: bytes) -> bool:
+        """Deliver one message. A message that cannot be read is logged, and refused if it names its request.
+
+        Returns False if it could be neither delivered nor refused: its request would wait for ever.
+        """
         if self._target is None:
             self.num_stale += 1
-            return
+            return True
         receiver, epoch = self._target
         message: Any = None
         try:
@@ -177,13 +182,13 @@ class Inbox:
             sent_in, kind, value = message
             if sent_in != epoch:
                 self._count_stale(sent_in, epoch)
-                return
+                return True
             value = _READERS[kind](value)
         except Exception as error:
             logger.warning("dropped a message that cannot be read: %r in %.200r", error, data)
-            _refuse(message, receiver, repr(error))
-            return
+            return _refuse(message, receiver, repr(error))
         getattr(receiver, kind)(value)
+        return True
 
     def _count_stale(self, sent_in: int, epoch: int) -> None:
         self.num_stale += 1
@@ -192,10 +197,13 @@ class Inbox:
             logger.info("dropping messages of epoch %s; this is epoch %d", sent_in, epoch)
 
 
-def _refuse(message: Any, receiver: Receiver, error: str) -> None:
+def _refuse(message: Any, receiver: Receiver, error: str) -> bool:
+    """Answer the request of a message, if the message names it; return whether it does."""
     match message:
         case [_, "submit", {"request_id": str(request_id), "ingress_id": str(ingress_id)}]:
             receiver.refuse(request_id, ingress_id, f"the request cannot be read: {error}")
+            return True
+    return False
 
 
 def _fields(request: EngineRequest) -> dict[str, Any]:

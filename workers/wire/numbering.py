@@ -26,7 +26,9 @@ def numbered(stream: bytes, number: int, message: bytes) -> bytes:
 
 
 def split(data: bytes) -> tuple[bytes, int, bytes]:
-    """Return stream, number and message. Raises struct.error if the header is cut."""
+    """Return stream, number and message; a message with a cut header belongs to stream b"", which is never open."""
+    if len(data) < _HEADER_BYTES:
+        return b"", 0, b""
     stream, number = _HEADER.unpack_from(data)
     return stream, number, data[_HEADER_BYTES:]
 
@@ -36,7 +38,7 @@ class ReceivedStream:
     """The receiving end of a stream.
 
     num_taken   messages that came in order
-    broken      a message is missing, so no later one is taken
+    broken      a message is missing or cannot be read, so no later one is taken
     """
 
     num_taken: int = 0

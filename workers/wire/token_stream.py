@@ -68,7 +68,7 @@ class TokenListener(Protocol):
         """Take a beat of a rank, see `TokenSender.beat`."""
 
     def lost(self, rank: int) -> None:
-        """A message of a rank is missing; nothing more of its stream is delivered."""
+        """A message of a rank is missing or cannot be read; nothing more of its stream is delivered."""
 
 
 class TokenReceiver:
@@ -114,40 +114,47 @@ class TokenReceiver:
         self._loop.call_soon(self._drain)  # other work of the loop gets a turn first
 
     def _receive(self, data: bytes) -> None:
-        """Deliver one message, unless its stream is closed or lacks a message."""
+        """Deliver one message, unless its stream is closed or lacks a message.
+
+        A message that cannot be read ends the stream too: its tokens would be missing in the texts.
+        """
         stream, number, message = split(data)
         found = self._streams.get(stream)
         if found is None:
             self.num_stale += 1
             return
         rank, received = found
-        if received.take(number):
-            self._take(message)
-        else:
+        if not received.take(number):
             logger.warning(
                 "a message of rank %d is missing: number %d came after %d",
                 *(rank, number, received.num_taken),
             )
-            del self._streams[stream]
-            self._listener.lost(rank)
+        elif self._take(rank, message):
+            return
+        self._streams.pop(stream, None)
+        self._listener.lost(rank)
 
-    def _take(self, message: bytes) -> None:
-        """Deliver one message, unless it is of another epoch."""
+    def _take(self, rank: int, message: bytes) -> bool:
+        """Deliver one message of a rank, unless it is of another epoch. Returns False if it cannot be read."""
         try:
             # `json.loads` detects the encoding of bytes, which takes as long as the checks of the stream.
             text, _, vectors = message.partition(_VECTORS)
-            epoch, rank, number, outputs = json.loads(text.decode())
+            epoch, sender, number, outputs = json.loads(text.decode())
             if epoch != self.epoch:
                 self._count_stale(epoch)
+            elif sender != rank:
+                raise ValueError(f"its sender is rank {sender}")
             elif outputs is None:
                 self._listener.beat(rank, number)
             else:
                 found = [_output(fields) for fields in outputs]
-                if vectors:
+                if vectors or any(len(fields) > _NUM_FIELDS for fields in outputs):
                     _take_vectors(found, outputs, np.frombuffer(vectors, dtype=np.float32))
                 self._listener.deliver(rank, number, found)
         except Exception:
-            logger.exception("a message of a rank was not delivered: %.200r", message)
+            logger.exception("a message of rank %d cannot be read: %.200r", rank, message)
+            return False
+        return True
 
     def _count_stale(self, epoch: int) -> None:
         self.num_stale += 1

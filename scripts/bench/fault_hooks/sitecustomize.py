@@ -5,10 +5,13 @@ PHALANX_FAULTS arms point NAME in process PID: the point removes the file and fa
 exchange wait at random; while a file `no-start` is there, no new rank starts; while a file `noise` is there, each
 value between attention and experts is changed by about NOISE of it, which is the size of a rounding error. While a
 file `poison` is there, each step with a request of seed POISON_SEED fails: by SIGKILL of its rank if the file contains
-`die`, otherwise by an error. Point `lost` loses a message of a stream; `reset` resets the connections of all streams.
-A file PID.partition cuts the process off from another one, see partition.
+`die`, otherwise by an error. Point `lost` loses a message of a stream, `corrupt` changes a byte of one before it is
+encrypted, `garbage` writes bytes between encrypted messages, and `reset` resets the connections of all streams. Point
+`gather` changes this rank's part of a gather. Point `memory` takes memory until the process ends. A file
+PID.partition cuts the process off from another one, see partition.
 """
 
+import contextlib
 import ctypes
 import importlib.machinery
 import importlib.util
@@ -24,6 +27,8 @@ from typing import Any
 FOLDER = Path(os.environ["PHALANX_FAULTS"])
 MAX_DELAY_S = 0.05
 NOISE = 1e-6
+GARBAGE = bytes(range(64))
+BALLOON_BYTES = 4 * 1024 * 1024
 POISON_SEED = 666_000_666
 
 
@@ -56,9 +61,18 @@ def before(owner: Any, method: str, action: Callable[[], None]) -> None:
     setattr(owner, method, patched)
 
 
+def take_memory() -> None:
+    """Take memory without an end."""
+    taken = []
+    while True:
+        taken.append(b"x" * BALLOON_BYTES)  # written, so that it is no mere address space
+
+
 def in_forward() -> None:
     if armed("die"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if armed("memory"):
+        take_memory()
     fail_if_armed("forward")
 
 
@@ -140,6 +154,34 @@ def reset_streams(ports: set[int]) -> None:
             libc.connect(link.fd, ctypes.byref(address), ctypes.sizeof(address))
 
 
+def insert_garbage(ports: set[int]) -> None:
+    """Write bytes into this process's TCP connections from or to `ports`, between the frames of their messages."""
+    import psutil
+
+    for link in psutil.Process().net_connections("tcp"):
+        if link.raddr and {link.laddr.port, link.raddr.port} & ports:
+            with contextlib.suppress(OSError):  # the buffer is full
+                os.write(link.fd, GARBAGE)
+
+
+def corrupted(message: bytes) -> bytes:
+    """Return a message with a changed byte in its middle, so that it is no JSON any more."""
+    middle = len(message) // 2
+    return message[:middle] + b"\xff" + message[middle + 1 :]
+
+
+def patch_gather() -> None:
+    from workers.rank.process_group import _Signer
+
+    signed = _Signer.signed
+
+    def signed_or_changed(self: _Signer, *args: Any) -> bytes:
+        part = signed(self, *args)
+        return corrupted(part) if armed("gather") else part
+
+    _Signer.signed = signed_or_changed  # type: ignore[method-assign]
+
+
 def patch_wire() -> None:
     from workers.wire import secure_socket
     from workers.wire.numbering import UNCHECKED
@@ -164,9 +206,13 @@ def patch_wire() -> None:
         if self._stream != UNCHECKED and armed("lost"):
             self.num_sent += 1
             return
+        if self._stream != UNCHECKED and armed("corrupt"):
+            message = corrupted(message)
         send(self, message)
         if self._stream != UNCHECKED and armed("reset"):
             reset_streams(ports)
+        if self._stream != UNCHECKED and armed("garbage"):
+            insert_garbage(ports)
 
     importlib.import_module("partition").watch(
         FOLDER, ports
@@ -179,6 +225,7 @@ def patch_wire() -> None:
 PATCHES = {
     "workers.rank.epoch": patch_points,
     "workers.rank.actor": patch_actor,
+    "workers.rank.process_group": patch_gather,
     "workers.wire.secure_socket": patch_wire,
 }
 
