@@ -20,6 +20,7 @@ from workers.rank import token_streams
 from workers.wire import secure_socket
 from workers.wire.request import RequestOutput
 from workers.wire.secure_socket import StreamAddress
+from workers.wire.token_stream import TokenReceiver
 
 LEAST_TOKENS = 8
 
@@ -261,6 +262,17 @@ def test_a_stream_is_opened_again_once_there_are_descriptors(monkeypatch, caplog
     monkeypatch.setattr(group_streams, "RETRY_S", 0.05)
     run(scenario())
     assert "Too many open files" in caplog.text
+
+
+def test_the_ends_of_streams_need_descriptors() -> None:
+    """An error of ZeroMQ itself ended the ingress, OSError is waited for."""
+    receiver = TokenReceiver("127.0.0.1", 0)
+    with without_descriptors():
+        with pytest.raises(OSError, match="Too many open files"):
+            TokenReceiver("127.0.0.1", 0)
+        with pytest.raises(OSError, match="Too many open files"):
+            secure_socket.listen(receiver._context, "127.0.0.1")
+    receiver.close()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import zmq
 from kernels.host.owned import start_thread
 from workers.wire.numbering import UNCHECKED, ReceivedStream, split
 from workers.wire.request import EngineRequest, PoolingParams, SamplingParams
-from workers.wire.secure_socket import Sender, StreamAddress, listen
+from workers.wire.secure_socket import Sender, StreamAddress, listen, new_context
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Inbox:
         self.num_stale = 0
         self._lock = threading.Lock()  # a closed stream delivers nothing more
         self._streams: dict[bytes, ReceivedStream] = {}
-        self._context = zmq.Context()
+        self._context = new_context()
         self._socket, self.address = listen(self._context, host)
         self._thread: threading.Thread | None = None
         self._target: tuple[Receiver, int] | None = None

@@ -5,7 +5,9 @@ that is lost is opened again, but messages on their way may be lost with it, so 
 (`workers.wire.numbering`). A changed message is refused: it ends its connection. Knows nothing of the messages.
 """
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -29,19 +31,35 @@ class StreamAddress:
     key: bytes
 
 
+def new_context() -> Context:
+    """Return a context of its own. Raises OSError where the process has no descriptors left."""
+    with _as_os_error():
+        return zmq.Context()
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Raise errors of ZeroMQ as OSError, which callers wait for."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, f"no socket for a stream: {error.strerror}") from error
+
+
 def listen(context: Context, host: str) -> tuple[Socket, StreamAddress]:
     """Return a PULL socket on a free port of `host`, for any number of senders, and its address.
 
     Raises OSError where the process has no descriptors left.
     """
-    socket = _new_socket(context, zmq.PULL)
-    public, secret = zmq.curve_keypair()
-    socket.curve_server = True
-    socket.curve_publickey, socket.curve_secretkey = public, secret
-    if ":" in host:
-        socket.setsockopt(zmq.IPV6, 1)
-        host = f"[{host}]"
-    port = socket.bind_to_random_port(f"tcp://{host}")
+    with _as_os_error():
+        socket = _new_socket(context, zmq.PULL)
+        public, secret = zmq.curve_keypair()
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = public, secret
+        if ":" in host:
+            socket.setsockopt(zmq.IPV6, 1)
+            host = f"[{host}]"
+        port = socket.bind_to_random_port(f"tcp://{host}")
     return socket, StreamAddress(f"tcp://{host}:{port}", public)
 
 
@@ -83,12 +101,13 @@ class Sender:
 
 def _connect(address: StreamAddress) -> Socket:
     """Return a PUSH socket to a listener."""
-    socket = _new_socket(zmq.Context.instance(), zmq.PUSH)
-    if "[" in address.endpoint:
-        socket.setsockopt(zmq.IPV6, 1)
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-    socket.curve_serverkey = address.key
-    socket.connect(address.endpoint)
+    with _as_os_error():
+        socket = _new_socket(zmq.Context.instance(), zmq.PUSH)
+        if "[" in address.endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = address.key
+        socket.connect(address.endpoint)
     return socket
 
 
@@ -97,10 +116,7 @@ def _new_socket(context: Context, kind: int) -> Socket:
 
     Closing drops queued messages: the supervisor closes the streams of an ingress that does not read.
     """
-    try:
-        socket = context.socket(kind)
-    except zmq.ZMQError as error:
-        raise OSError(error.errno, f"no socket for a stream: {error.strerror}") from error
+    socket = context.socket(kind)
     for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
         socket.setsockopt(option, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)

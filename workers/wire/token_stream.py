@@ -17,7 +17,7 @@ import zmq
 
 from workers.wire.numbering import ReceivedStream, new_stream, split
 from workers.wire.request import RequestOutput, RequestTimes, TokenLogprobs
-from workers.wire.secure_socket import Sender, StreamAddress, listen
+from workers.wire.secure_socket import Sender, StreamAddress, listen, new_context
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class TokenReceiver:
         self.epoch = epoch
         self.num_stale = 0
         self._streams: dict[bytes, tuple[int, ReceivedStream]] = {}  # with their ranks
-        self._context = zmq.Context()
+        self._context = new_context()
         self._socket, self.address = listen(self._context, host)
         self._loop: asyncio.AbstractEventLoop | None = None  # until `listen`
 

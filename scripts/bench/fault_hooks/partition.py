@@ -28,7 +28,7 @@ def watch(folder: Path, ports: set[int]) -> None:
 
     def run() -> None:
         while True:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # there is no file, or no descriptor is free
                 _cut_off(psutil.Process(int(path.read_text())), path, ports)
             time.sleep(LOOK_S)
 
