@@ -109,10 +109,19 @@ class DecoderLM:
             for number, spec in enumerate(config.layers)
         ]
         self.norm = builder.norm(config.hidden_size)
-        tied = config.tie_word_embeddings
-        self.lm_head = DenseLinear(self.embed_VD) if tied else builder.dense(*table)
+        self.lm_head = self._logits_head(builder)
+        labels = config.num_labels
+        self.score = builder.dense(labels, config.hidden_size) if labels else None
         num_positions = max_positions or config.max_position_embeddings
         self._rope_table = build_rope_table(config, num_positions, self.device)
+
+    def _logits_head(self, builder: LayerBuilder) -> DenseLinear | None:
+        config = self.config
+        if not config.has_logits:
+            return None
+        if config.tie_word_embeddings:
+            return DenseLinear(self.embed_VD)
+        return builder.dense(config.vocab_size, config.hidden_size)
 
     def _layer(self, builder: LayerBuilder, spec: LayerSpec, number: int) -> Layer:
         """Return the blocks of layer `number`. Kernels count the layers with each kind of cache apart."""
@@ -207,6 +216,7 @@ class DecoderLM:
         self, hidden_LD: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return float32 [L, V], in `out` if given, of rows of forward's result; norms these rows only."""
+        assert self.lm_head is not None, "the checkpoint has no logits"
         logits_LV = self.lm_head(self.norm(hidden_LD))
         logits_LV = logits_LV.float() if out is None else out.copy_(logits_LV)
         factor = self.config.logits_factor

@@ -43,7 +43,7 @@ from workers.rank.rank_info import (
 )
 from workers.rank.warm_up import few_first, warm_up_sizes
 from workers.rank.warm_up_steps import bind_beside
-from workers.runner.graph_sizes import GraphSizes, graphs_off, graphs_to_capture
+from workers.runner.graph_sizes import NO_PROMPTS, GraphSizes, graphs_off
 from workers.runner.model_runner import ModelRunner
 from workers.scheduler.scheduler import Scheduler
 from workers.stats.stats import EngineStats
@@ -170,6 +170,7 @@ class Epoch:
                 context,
                 self.backends,
                 peers.gather,
+                pooling=process.pooling,
             )
             self._closing.callback(self.ubatches.close)
 
@@ -236,9 +237,7 @@ class Epoch:
             self.ubatches.bind(caches.kv_caches)
         self.ubatches.bind_states(process.state_pools())
         mixed = GraphPlanner.of(self.backends).captures_prompts
-        self.graph_sizes = graphs_to_capture(
-            process.config.scheduler, process.selection, process.device, mixed=mixed
-        )
+        self.graph_sizes = process.graph_sizes(mixed=mixed)
         if not caches.num_blocks:
             caches.take_sizes(*self.make.cache_sizes(self.graph_sizes))
             self.ubatches.bind_states(())  # the new pools need the memory of the old ones
@@ -269,7 +268,8 @@ class Epoch:
         if not sizes:
             if process.device.type == "cuda" and process.rank == 0:
                 wanted = process.config.scheduler.cuda_graphs
-                logger.info("no CUDA graphs: %s", graphs_off(wanted, process.selection, "cuda"))
+                reason = graphs_off(wanted, process.selection, "cuda") or NO_PROMPTS
+                logger.info("no CUDA graphs: %s", reason)
             return
         with memory_for("CUDA graphs"):
             graphs = self.runner.make_graphs(sizes, on_demand=self.rendezvous.epoch > 0)

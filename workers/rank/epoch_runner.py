@@ -68,6 +68,7 @@ class RunnerMaker:
             config.cache.block_size,
             self.process.model_config.vocab_size,
             windows=self.process.model_config.window is not None,
+            pooling=self.process.pooling,
         )
 
     def cache_sizes(self, graph_sizes: GraphSizes) -> tuple[int, int]:

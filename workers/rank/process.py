@@ -25,11 +25,12 @@ from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig, not_for_answers
 from workers.kv_cache.caches import CacheMemory
 from workers.models.decoder import DecoderLM
-from workers.models.registry import load_model_config
+from workers.models.registry import configured_model
 from workers.overlap.rank_overlap import RankOverlap
 from workers.rank.backend_choice import backend_shape, forced_routing, slow_attention
 from workers.rank.device_memory import memory_for
 from workers.rank.rank_info import Progress, RankInfo
+from workers.runner.graph_sizes import GraphSizes, graphs_to_capture
 from workers.sampling.grammar_compiler import GrammarCompiler
 from workers.scheduler.prefill_cap import PrefillCap
 from workers.specs.model import ModelConfig
@@ -37,6 +38,7 @@ from workers.stats.pace import Pace
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import load_weights
 from workers.weights.tensors import rank_weight_bytes
+from workers.wire.request import PoolingParams
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ class RankProcess:
 
     def __init__(self, rank: int, config: RankConfig):
         use_cache_folder(config.kernels.cache)
-        self.model_config: ModelConfig = load_model_config(config.model.folder)
+        self.model_config: ModelConfig = configured_model(config.model)
         self.device = torch.device(config.device)
         if config.device == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -129,6 +131,17 @@ class RankProcess:
             self.warm, self.caches.kv_caches = False, []
             self.caches.take_sizes(0, self.config.cache.num_snapshots or 0)
             torch.cuda.empty_cache()
+
+    @property
+    def pooling(self) -> PoolingParams | None:
+        """Parameters of the requests of the warm-up of a model that makes vectors of prompts; None: it generates."""
+        spec = self.model_config.pooling
+        return None if spec is None else spec.warm_up_params()
+
+    def graph_sizes(self, *, mixed: bool) -> GraphSizes:
+        """Return the sizes of CUDA graphs; mixed: attention can be captured with prompts."""
+        limits, decodes = self.config.scheduler, self.pooling is None
+        return graphs_to_capture(limits, self.selection, self.device, mixed=mixed, decodes=decodes)
 
     def enter(self, epoch: ClosableEpoch) -> None:
         """Begin `epoch`; the epoch before must be closed, because its memory is needed."""

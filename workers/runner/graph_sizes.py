@@ -15,6 +15,9 @@ FINE_MIXED_ROWS = 512
 SMALLEST_MIXED_ROWS = 16
 
 
+NO_PROMPTS = "the attention captures no prompts, and the model has no decodes"
+
+
 class GraphsUnavailableError(ValueError):
     """scheduler.cuda_graphs is true, but a chosen backend has no CUDA graphs."""
 
@@ -38,10 +41,12 @@ class GraphSizes:
         return bool(self.decode or self.mixed)
 
     def __str__(self) -> str:
-        decode = f"up to {self.decode[-1]} decodes ({_count(self.decode)})"
-        if not self.mixed:
-            return decode
-        return f"{decode} and steps of up to {self.mixed[-1]} tokens ({_count(self.mixed)})"
+        parts = []
+        if self.decode:
+            parts.append(f"up to {self.decode[-1]} decodes ({_count(self.decode)})")
+        if self.mixed:
+            parts.append(f"steps of up to {self.mixed[-1]} tokens ({_count(self.mixed)})")
+        return " and ".join(parts)
 
     @property
     def largest(self) -> int:
@@ -102,11 +107,17 @@ def mixed_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def graphs_to_capture(
-    scheduler: SchedulerConfig, selection: Selection, device: torch.device, *, mixed: bool
+    scheduler: SchedulerConfig,
+    selection: Selection,
+    device: torch.device,
+    *,
+    mixed: bool,
+    decodes: bool = True,
 ) -> GraphSizes:
     """Return the sizes of a rank's graphs; none where graphs are off or unavailable.
 
-    mixed   whether the attention can be captured with prompts
+    mixed     whether the attention can be captured with prompts
+    decodes   whether the model decodes
 
     Raises GraphsUnavailableError if the configuration demands graphs that are unavailable.
     """
@@ -115,8 +126,10 @@ def graphs_to_capture(
     sizes, max_tokens = scheduler.cuda_graph_sizes, scheduler.max_num_batched_tokens
     max_decodes = min(scheduler.max_num_seqs, max_tokens)
     if sizes == "auto":
-        return GraphSizes(decode_sizes(max_decodes), mixed_sizes(max_tokens) if mixed else ())
-    return GraphSizes(_cut(sizes, max_decodes), _cut(sizes, max_tokens) if mixed else ())
+        decode, all_steps = decode_sizes(max_decodes), mixed_sizes(max_tokens)
+    else:
+        decode, all_steps = _cut(sizes, max_decodes), _cut(sizes, max_tokens)
+    return GraphSizes(decode if decodes else (), all_steps if mixed else ())
 
 
 def _cut(sizes: Sequence[int], max_rows: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from kernels.routing.expert_load import LoadSample
 from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_snapshots import independent
 from workers.models.decoder import DecoderLM
+from workers.pooling.head import PoolingHead
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
 from workers.runner.graph_sizes import GraphKey, GraphSizes
@@ -67,6 +68,7 @@ class ModelRunner:
         self._device = device
         self._sampler = Sampler(table, max_num_seqs, model.config.vocab_size, device)
         self._prompt_logprobs = PromptLogprobs()
+        self._pooling = PoolingHead(model)
         self._masks = GrammarBitmasks(model.config.vocab_size, num_threads)
         self._met_grammar = False
         self._copy_stream: torch.cuda.Stream | None = None
@@ -126,11 +128,13 @@ class ModelRunner:
         prompts = self._prompt_logprobs.collect(
             scheduled.parts, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
         )
+        vectors = self._pooling.collect(scheduled, batch.query_start_loc_cpu, hidden_TD)
         clock.mark()
 
         copy = HostCopies(self._copy_stream)
         sampled = sampled.to(copy)
         prompts = {name: parts.to(copy) for name, parts in (prompts or {}).items()}
+        vectors = None if vectors is None else vectors.to(copy)
         offs_Le = None if offs_Le is None else copy(offs_Le)
         copy.finish()
 
@@ -140,6 +144,7 @@ class ModelRunner:
                 scheduled,
                 *sampled.lists(),
                 prompt_logprobs={name: parts.lists() for name, parts in prompts.items()} or None,
+                vectors=None if vectors is None else vectors.lists(len(scheduled.seqs)),
                 times=RunTimes(prepare, *clock.seconds()),
                 expert_load=None if offs_Le is None else LoadSample.of(offs_Le),
             )
@@ -155,6 +160,7 @@ class ModelRunner:
         for seq in scheduled.admitted:
             self._sampler.admit(seq)
             self._prompt_logprobs.admit(seq)
+            self._pooling.admit(seq)
             self._met_grammar |= seq.grammar is not None
 
     def make_graphs(self, sizes: GraphSizes, *, on_demand: bool = False) -> StepGraphs:

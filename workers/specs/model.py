@@ -16,6 +16,7 @@ from kernels.activation import Activation
 from kernels.interface.attention_spec import AttentionSpec, MlaDims
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from workers.specs.four_bit import FourBitForm
+from workers.specs.pooling import PoolingSpec
 from workers.specs.quantization import Quantization
 from workers.specs.weight_map import QUANTISABLE, WeightEntry
 
@@ -297,6 +298,9 @@ class ModelConfig:
     stacked_form   how the checkpoint packs tensors that hold all experts in four bits; None: it does not
     norm_offset   added to the weights of norms, for families that store their distance from it
     skipped_parts   parts of the checkpoint that are not served, in words, as its vision tower
+    pooling   how prompts become vectors or scores; None: the model generates
+    has_logits   the logits of the vocabulary are computed, so that their head is loaded
+    num_labels   classes of the classification head; 0 without one
     """
 
     model_type: str
@@ -318,6 +322,9 @@ class ModelConfig:
     stacked_form: FourBitForm | None = None
     norm_offset: float = 0.0
     skipped_parts: tuple[str, ...] = ()
+    pooling: PoolingSpec | None = None
+    has_logits: bool = True
+    num_labels: int = 0
 
     @property
     def num_layers(self) -> int:
