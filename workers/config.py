@@ -35,6 +35,41 @@ class RoutingConfig(Section):
     s: float = Field(1.0, ge=0, le=10, description="Exponent of zipf; 0 is uniform.")
 
 
+class PoolingConfig(Section):
+    """Vectors and scores in the place of tokens: how they are made of the last hidden states of a prompt."""
+
+    type: Literal["auto", "last", "mean", "cls"] = Field(
+        "auto",
+        description="Tokens of a prompt that count: the last one, all (mean), or the first one (cls); auto = as "
+        "1_Pooling/config.json of sentence-transformers has it, last without such a file. With mean and cls a prompt "
+        "takes nothing from the prefix cache.",
+    )
+    normalize: Auto | bool = Field(
+        "auto",
+        description="Divide embeddings by their length; auto = as modules.json of sentence-transformers has it, true "
+        "without such a file.",
+    )
+    dimensions: Literal["auto", "any"] | Annotated[list[PositiveInt], Field(min_length=1)] = Field(
+        "auto",
+        description="Values of a Matryoshka embedding that a request may ask for by `dimensions`; any = every number; "
+        "auto = is_matryoshka and matryoshka_dimensions of config.json.",
+    )
+    score_tokens: Auto | Annotated[list[str], Field(min_length=2, max_length=2)] = Field(
+        "auto",
+        description="Tokens for no and yes, between which a model without a classification head decides for "
+        "model.task = score; auto = classifier_from_token of config.json, otherwise [no, yes].",
+    )
+    score_template: Literal["auto", "pair", "chat", "qwen3_reranker"] = Field(
+        "auto",
+        description="Prompt of a query and a document: pair = the tokenizer's pair of texts; chat = the chat template, "
+        "with messages of the roles query and document; qwen3_reranker = that of Qwen3-Reranker. auto = chat if the "
+        "template has these roles; otherwise pair with a classification head, qwen3_reranker without.",
+    )
+
+
+Task = Literal["generate", "embed", "classify", "score"]
+
+
 class ModelSection(Section):
     """Checkpoint and precision."""
 
@@ -58,6 +93,13 @@ class ModelSection(Section):
         "auto", description="Longest prompt plus output, in tokens; auto = the checkpoint's own."
     )
     routing: RoutingConfig = Field(default_factory=RoutingConfig)
+    task: Auto | Task = Field(
+        "auto",
+        description="What the server answers with: generate = text; embed = embeddings; classify = the classes of a "
+        "classification head; score = one score of a text or of a pair. auto = embed for checkpoints of "
+        "sentence-transformers and of base models, classify or score for *ForSequenceClassification, else generate.",
+    )
+    pooling: PoolingConfig = Field(default_factory=PoolingConfig)
 
     @property
     def folder(self) -> Path:

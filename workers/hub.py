@@ -16,6 +16,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Configuration, tokenizer, chat template and the index of the weights: all that a start reads before the weights.
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
+# Of sentence-transformers: what follows the model, and a small file for each such step.
+MODULES, MODULE_CONFIGS = "modules.json", "[0-9]*_*/config.json"
 SUBFOLDERS = "*/*"  # hold other formats and adapters; in the patterns of the Hub, * matches a / too
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -66,6 +68,8 @@ def fetch_description(name: str, revision: str | None) -> str:
     if commit is None or not (snapshot_folder(name, commit) / "config.json").exists():
         with _no_bars():
             found = _fetch(name, commit or revision, DESCRIPTION, ignored=SUBFOLDERS)
+            if (found / MODULES).exists():
+                _fetch(name, found.name, (MODULE_CONFIGS,))
         commit = _commits[name, revision] = found.name
     return commit
 

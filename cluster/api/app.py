@@ -16,6 +16,8 @@ from cluster.api.error_format import error_response
 from cluster.api.messages.routes import add_messages_routes
 from cluster.api.middleware import RequestContext
 from cluster.api.offload import Offload
+from cluster.api.pooling.draft import check_pooling
+from cluster.api.pooling.routes import add_pooling_routes
 from cluster.api.record import Recorder
 from cluster.api.request.draft import Draft, Drafter
 from cluster.api.request.generation_factory import GenerationFactory
@@ -74,11 +76,16 @@ def create_app(
     factory = GenerationFactory(drafter, offload.grammars)
     uploads = Uploads(settings)
     endpoint = GenerationEndpoint(backend_provider, settings, recorder, gate, uploads)
-    _add_generation_routes(app, endpoint, offload, factory)
-    add_messages_routes(app, endpoint, offload, uploads, factory, backend_provider, settings)
-    store = make_store(settings)
-    add_responses_routes(app, endpoint, offload, ResponseFactory(factory, store), store, settings)
-    add_other_routes(app)
+    if settings.pooling is None:
+        _add_generation_routes(app, endpoint, offload, factory)
+        add_messages_routes(app, endpoint, offload, uploads, factory, backend_provider, settings)
+        store = make_store(settings)
+        responses = ResponseFactory(factory, store)
+        add_responses_routes(app, endpoint, offload, responses, store, settings)
+    else:
+        check_pooling(drafter)
+        add_pooling_routes(app, endpoint, offload, settings)
+    add_other_routes(app, settings.pooling)
     add_model_routes(app, backend_provider)
     add_tokenization_routes(app, backend_provider, offload, uploads, settings)
     add_utility_routes(app, backend_provider, settings, gate)

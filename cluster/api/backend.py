@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from cluster.metrics.snapshot import Snapshot
-from workers.wire.request import RequestOutput, SamplingParams
+from workers.wire.request import PoolingParams, RequestOutput, SamplingParams
 
 
 class EngineBackend(Protocol):
@@ -40,11 +40,12 @@ class EngineBackend(Protocol):
         cache_salt: str = "",
         rank: int | None = None,
         whole: bool = False,
+        pooling: PoolingParams | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield one output per step with new tokens; the last output has a finish_reason.
 
         rank pins the request to that rank; priority and cache_salt as in `EngineRequest`; with `whole` the generator
-        yields one output, of all steps.
+        yields one output, of all steps. With `pooling` the request draws no token, and its one output has a vector.
 
         Closing the generator early (aclose or cancellation) aborts the request in its rank.
         """

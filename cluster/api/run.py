@@ -53,7 +53,9 @@ class GenerationRun:
             texts[choice.index] += text
 
         await self.stream(emit)
-        if self._generation.has_details:  # logprobs of a long prompt take up to a second to write
+        if (
+            self._generation.has_details
+        ):  # logprobs of a long prompt, or vectors, take up to a second to write
             return await asyncio.to_thread(writer.body, texts)
         return writer.body(texts)
 
@@ -61,8 +63,11 @@ class GenerationRun:
         """Run one choice to its end; its text is sent by `emit`."""
         record = self._record.choice(choice)
         text, report, thought = choice.text, choice.report, choice.thought
+        options = self._generation.routing
+        if choice.pooling is not None:
+            options = options | {"pooling": choice.pooling}
         outputs = self._backend.generate(
-            choice.request_id, choice.prompt_token_ids, choice.params, **self._generation.routing
+            choice.request_id, choice.prompt_token_ids, choice.params, **options
         )
         try:
             async for output in outputs:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.config.api_keys import KeyDigests
+from workers.specs.pooling import PoolingSpec
 from workers.stats.versions import phalanx_version
 
 
@@ -78,5 +79,7 @@ class ApiSettings:
     """Of `tools.FORMATS`; auto = by the chat template."""
     reasoning_parser: str = "auto"
     """think = between <think> and </think>, none = no reasoning; auto = by the chat template."""
+    pooling: PoolingSpec | None = None
+    """How prompts become vectors or scores; None = the model generates."""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     system_fingerprint: str = field(default_factory=lambda: f"phalanx-{phalanx_version()}")

@@ -78,6 +78,34 @@ class ServingTokenizer:
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids
 
+    def encode_pair(
+        self,
+        first: str,
+        second: str | None,
+        *,
+        keep: int | None,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """Return the token ids of one text or of a pair, with the special tokens of the tokenizer around them.
+
+        keep   most token ids; the end of the last text is cut. None: all. Raises BadRequestError if the rest is longer
+        """
+        texts = [first] if second is None else [first, second]
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        if keep is not None:
+            special = self._backend.num_special_tokens_to_add(second is not None)
+            lengths = [len(encoding.ids) for encoding in encodings]
+            others = sum(lengths[:-1]) + (special if add_special_tokens else 0)
+            if others > keep:
+                raise BadRequestError(
+                    f"truncate_prompt_tokens = {keep} leaves no room for {others} tokens that are never cut",
+                    param="truncate_prompt_tokens",
+                )
+            encodings[-1].truncate(keep - others)
+        first_part, pair = encodings[0], encodings[1] if second is not None else None
+        whole = self._backend.post_process(first_part, pair, add_special_tokens)
+        return list(whole.ids)
+
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of ids, special tokens included; as a batch of one, as in `encode`."""
         return self._backend.decode_batch([token_ids], skip_special_tokens=False)[0]

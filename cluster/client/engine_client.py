@@ -26,7 +26,7 @@ from cluster.supervisor import actor
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus
 from cluster.supervisor.supervisor import Renewal
 from kernels.host.owned import OwnedTask
-from workers.wire.request import RequestOutput, SamplingParams, expected_output
+from workers.wire.request import PoolingParams, RequestOutput, SamplingParams, expected_output
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,7 @@ class EngineClient(OperatorCalls):
         cache_salt: str = "",
         rank: int | None = None,
         whole: bool = False,
+        pooling: PoolingParams | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The tokens of one request as they come; with `whole` at once, when all have come.
 
@@ -138,6 +139,7 @@ class EngineClient(OperatorCalls):
             cache_salt,
             pinned=pinned,
             whole=whole,
+            pooling=pooling,
             num_tokens=len(prompt_token_ids) + expected_output(params),
         )
         request.route(self._router, groups)

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field, replace
 
 from cluster.client.refusals import request_digest
 from cluster.client.router import Place, RankLoad, Router
-from workers.wire.request import EngineRequest, RequestOutput, SamplingParams, merge
+from workers.wire.request import (
+    EngineRequest,
+    PoolingParams,
+    RequestOutput,
+    SamplingParams,
+    merge,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +46,7 @@ class OpenRequest:
     pinned: Place | None
     num_tokens: int
     whole: bool = False
+    pooling: PoolingParams | None = None
     load: RankLoad = field(default_factory=lambda: RankLoad((0, 0)))
     prefill_tokens: int = 0
     attempt: int = 0
@@ -80,6 +87,7 @@ class OpenRequest:
             ingress_id="",
             prompt_token_ids=self.prompt_token_ids,
             params=self.params,
+            pooling=self.pooling,
             priority=self.priority,
             cache_salt=self.cache_salt,
             emitted_token_ids=self.emitted[:],

@@ -53,7 +53,7 @@ class Suspects:
         return [request for request in copies if request.trial_failures >= TRIAL_FAILURES]
 
     def _judge_rank(self, requests: list[OpenRequest]) -> set[bytes]:
-        """Judge the requests of one failed rank; return the digests of those whose trial had begun."""
+        """Judge the requests of one failed rank; return the digests of the requests that had begun their trial."""
         begun = [request for request in requests if request.begun]
         tried = {request.digest for request in begun if request.on_trial}
         had_trials = any(request.on_trial for request in requests)

@@ -33,7 +33,7 @@ from kernels.backends import select
 from kernels.host.cache_folder import use_cache_folder
 from workers import hub
 from workers.config import ModelSection, RankConfig, not_for_answers
-from workers.models.registry import load_model_config
+from workers.models.registry import configured_model
 from workers.rank.backend_choice import (
     backend_shape,
     four_bits_are_widened,
@@ -48,6 +48,7 @@ from workers.specs.model import ModelConfig
 class CheckReport:
     """Everything the command prints.
 
+    task           what the server answers with, and how it is made of the hidden states of a prompt
     checkpoint     of the Hub: the model, its commit, and the branches and tags that lead there; None for a folder
     steps          what of `cuda_graphs`, ubatches and speculation comes to pass, and why
     alternatives   family to the backends that were not chosen, with why they cannot run, "" for those that could
@@ -56,6 +57,7 @@ class CheckReport:
 
     config: dict[str, Any]
     checkpoint: str | None
+    task: str
     ranks: list[RankRow]
     backends: dict[str, dict[str, str]]
     steps: dict[str, str]
@@ -82,7 +84,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
     if num_api_keys is None:
         num_api_keys = len(load_digests(config.serve.api_keys_file).clients)
     rank_config = resolve_rank_config(config)
-    model = load_model_config(config.model.folder)
+    model = configured_model(config.model)
     unavailable, assumed = probe_or_assume(rank_config.device)
     shape = backend_shape(rank_config, model)
     selection = select.select(config.kernels, unavailable, shape)
@@ -91,6 +93,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
         selection,
         rank_config.device,
         rank_config.speculation.rows_per_seq,
+        decodes=model.pooling is None,
     )
     num_ubatches, overlap = overlap_lines(config.overlap, selection)
     check_comm_sms(config.overlap, selection, num_ubatches)
@@ -103,6 +106,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
     return CheckReport(
         config=_resolved_tree(config, rank_config),
         checkpoint=_checkpoint(config.model),
+        task="generate" if model.pooling is None else str(model.pooling),
         ranks=ranks,
         backends={
             family: {"name": name, "reason": reasons[family]}
@@ -232,6 +236,7 @@ def render(report: CheckReport, console: Console) -> None:
     _render_tree(report.config, "  ", console)
     if report.checkpoint is not None:
         console.print(f"checkpoint: {report.checkpoint}", soft_wrap=True)
+    console.print(f"task: {report.task}", soft_wrap=True)
     console.print(_rank_table(report.ranks))
     console.print("backends", style="bold")
     for family, choice in report.backends.items():

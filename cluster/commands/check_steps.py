@@ -11,26 +11,36 @@ from kernels.host.hopper import on_hopper
 from workers.config import OverlapConfig, RankConfig, SchedulerConfig
 from workers.overlap.policy import OverlapPolicy, configured, too_many_sms
 from workers.rank.device_memory import size
-from workers.runner.graph_sizes import GraphSizes, graphs_off, graphs_to_capture
+from workers.runner.graph_sizes import NO_PROMPTS, GraphSizes, graphs_off, graphs_to_capture
 from workers.specs.model import ModelConfig
 
 MEASURED = "measured at the start"
 
 
 def graph_line(
-    scheduler: SchedulerConfig, selection: Selection, device: str, rows_per_seq: int = 1
+    scheduler: SchedulerConfig,
+    selection: Selection,
+    device: str,
+    rows_per_seq: int = 1,
+    *,
+    decodes: bool = True,
 ) -> tuple[GraphSizes, str]:
     """The sizes of the CUDA graphs, and the reason. Raises GraphsUnavailableError if demanded graphs cannot exist.
 
-    A GPU that is not here is taken for a Hopper.
+    A GPU that is not here is taken for a Hopper. decodes: whether the model decodes.
     """
     hopper = not torch.cuda.is_available() or on_hopper()
     mixed = selection.attention_class.captures_prompts(hopper=hopper)
     sizes = graphs_to_capture(
-        scheduler, selection, torch.device(device), mixed=mixed, rows_per_seq=rows_per_seq
+        scheduler,
+        selection,
+        torch.device(device),
+        mixed=mixed,
+        rows_per_seq=rows_per_seq,
+        decodes=decodes,
     )
     if not sizes:
-        return sizes, f"off: {graphs_off(scheduler.cuda_graphs, selection, device)}"
+        return sizes, f"off: {graphs_off(scheduler.cuda_graphs, selection, device) or NO_PROMPTS}"
     return sizes, f"on: {sizes}"
 
 

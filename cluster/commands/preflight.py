@@ -131,7 +131,7 @@ def _compile(config: PhalanxConfig, report: "CheckReport") -> None:
 
     from cluster.config.resolve import resolve_rank_config
     from kernels.interface.registry import backend_class
-    from workers.models.registry import load_model_config
+    from workers.models.registry import configured_model
     from workers.rank.backend_choice import backend_shape
     from workers.rank.warm_up import warm_up_sizes
     from workers.weights.tensors import fp8_shapes
@@ -142,7 +142,7 @@ def _compile(config: PhalanxConfig, report: "CheckReport") -> None:
     attention, gemm = (
         backend_class(seam, report.backends[seam]["name"]) for seam in ("attention", "grouped_gemm")
     )
-    model, ranks = load_model_config(config.model.folder), resolve_rank_config(config)
+    model, ranks = configured_model(config.model), resolve_rank_config(config)
     shape = backend_shape(ranks, model)
     sizes = warm_up_sizes(shape.max_num_tokens, dense=gemm.compiles_by_rows)
     dense = list(fp8_shapes(model).values()) if gemm.fp8_dense else []

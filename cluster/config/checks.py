@@ -14,7 +14,7 @@ from cluster.config.errors import Problem
 from cluster.config.phalanx_config import PhalanxConfig, SchedulerSection
 from cluster.config.serve_section import ServeConfig
 from workers.models.config_reader import ModelConfigError
-from workers.models.registry import load_model_config
+from workers.models.registry import configured_model
 from workers.specs.model import ModelConfig
 
 
@@ -22,7 +22,7 @@ def check_together(config: PhalanxConfig) -> list[Problem]:
     """All problems, in the order of the sections."""
     problems: list[Problem] = []
     try:
-        model = load_model_config(config.model.folder)
+        model = configured_model(config.model)
     except ModelConfigError as error:
         model = None
         problems.append(Problem("model.path", str(error), ("model.revision",)))

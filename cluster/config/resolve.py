@@ -16,8 +16,9 @@ from kernels.interface.kv_layout import group_layers, kv_block_bytes, layout_of
 from workers.config import CacheConfig, RankConfig, SchedulerConfig, SpeculationConfig
 from workers.kv_cache.demand import KVDemand, sizes_that_fit
 from workers.models.draft_config import load_draft_config
-from workers.models.registry import load_model_config
+from workers.models.registry import configured_model
 from workers.specs.model import ModelConfig
+from workers.specs.pooling import PoolingSpec
 
 GIB = 2**30
 MAX_THREADS_PER_RANK = 8
@@ -33,12 +34,18 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     """
     from workers.weights.tensors import DTYPE_BYTES  # imports torch
 
-    model_config = load_model_config(config.model.folder)
+    model_config = configured_model(config.model)
     device = resolve_device(config, num_gpus)
     dtype = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
     length = config.model.max_model_len
     max_model_len = model_config.max_position_embeddings if length == "auto" else length
-    model = config.model.model_copy(update={"dtype": dtype, "max_model_len": max_model_len})
+    model = config.model.model_copy(
+        update={
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            **_head(config, model_config.pooling),
+        }
+    )
     cache, linear_specs = config.cache, model_config.linear_specs
     if cache.state_dtype == "auto" and linear_specs:
         cache = cache.model_copy(update={"state_dtype": linear_specs[0].state_dtype})
@@ -80,6 +87,14 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         log_level=config.serve.log_level,
         log_format=config.serve.log_format,
     )
+
+
+def _head(config: PhalanxConfig, spec: PoolingSpec | None) -> dict[str, object]:
+    """Return the settings of what the model answers with."""
+    if spec is None:
+        return {"task": "generate"}
+    found = {"type": spec.rows, "normalize": spec.normalize}
+    return {"task": spec.task, "pooling": config.model.pooling.model_copy(update=found)}
 
 
 def _with_cpu_sizes(
@@ -145,7 +160,7 @@ def resolve_speculation(speculation: SpeculationConfig, model: ModelConfig) -> S
 def max_num_seqs(config: PhalanxConfig, num_gpus: int) -> int:
     """Sequences running at once on a rank if all nodes together have `num_gpus`. Needs no torch."""
     device = resolve_device(config, num_gpus)
-    length = load_model_config(config.model.folder).max_position_embeddings
+    length = configured_model(config.model).max_position_embeddings
     return resolve_scheduler(config.scheduler, device, length).max_num_seqs
 
 

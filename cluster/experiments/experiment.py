@@ -15,7 +15,7 @@ from cluster.experiments import sweep
 from cluster.experiments.cells import Cell, CellMaker, digest, place_of
 from cluster.experiments.metrics import known_metrics
 from cluster.experiments.sections import Sections, sections_of
-from workers.models.registry import load_model_config
+from workers.models.registry import configured_model
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
 
 def _model_facts(cell: Cell) -> dict[str, Any]:
     """Return facts for a model of the measured steps; `cores` None: no rank shares its device."""
-    model = load_model_config(cell.config.model.folder)
+    model = configured_model(cell.config.model)
     on_cpu = cell.config.cluster.device == "cpu"
     cores = available_cores() if on_cpu else None
     return {"layers": model.num_moe_layers, "top_k": model.top_k, "cores": cores}

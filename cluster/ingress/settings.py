@@ -10,6 +10,7 @@ from cluster.config.resolve import max_num_seqs
 from cluster.config.serve_section import AccessConfig, open_choices_limit
 from cluster.supervisor.placement import num_gpus
 from workers import hub
+from workers.models.registry import configured_model
 
 
 def num_running(config: PhalanxConfig) -> int:
@@ -38,6 +39,7 @@ def api_settings(config: PhalanxConfig, keys: KeyDigests | None = None) -> ApiSe
         max_stored_bytes=serve.responses_store.max_bytes,
         tool_parser=serve.tool_parser,
         reasoning_parser=serve.reasoning_parser,
+        pooling=configured_model(config.model).pooling,
         default_sampling=load_default_sampling(config.model.folder),
     )
 

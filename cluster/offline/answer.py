@@ -56,6 +56,28 @@ class Answer:
         """Output tokens of all choices."""
         return int(self._checked()["usage"]["completion_tokens"])
 
+    @property
+    def embedding(self) -> list[float]:
+        """The embedding of an input."""
+        vector: list[float] = self._checked()["data"][0]["embedding"]
+        return vector
+
+    @property
+    def probabilities(self) -> list[float]:
+        """The probabilities of the classes of an input."""
+        values: list[float] = self._checked()["data"][0]["probs"]
+        return values
+
+    @property
+    def label(self) -> str:
+        """The name of the most probable class of an input."""
+        return str(self._checked()["data"][0]["label"])
+
+    @property
+    def score(self) -> float:
+        """The score of a pair."""
+        return float(self._checked()["data"][0]["score"])
+
     def _message(self) -> dict[str, Any]:
         message: dict[str, Any] = self._checked()["choices"][0].get("message", {})
         return message

@@ -30,6 +30,7 @@ class Response:
     request_id: str
     body: bytes
     output_tokens: int = 0
+    prompt_tokens: int = 0
 
 
 class Server(Protocol):
@@ -56,7 +57,7 @@ class LocalServer:
             except ServingError as error:
                 failure = error
             else:
-                return Response(200, request_id, done.body, done.output_tokens)
+                return Response(200, request_id, *done)
             if not isinstance(failure, EngineDeadError):
                 break
             healthy, reason = self._backend.health()
@@ -72,7 +73,7 @@ class BatchRun:
         self._input, self._output = lines, output
         self._progress = progress
         self._total = lines.count(output.done)
-        self._output_tokens = 0
+        self._output_tokens = self._prompt_tokens = 0
         self._started = 0.0
 
     @property
@@ -83,9 +84,12 @@ class BatchRun:
 
     @property
     def speed(self) -> str:
-        """Output tokens per second of this run."""
+        """Output tokens per second of this run; tokens of prompts where answers have no tokens."""
         seconds = time.monotonic() - self._started if self._started else 0.0
-        return f"{self._output_tokens / max(seconds, 0.001):,.0f} output tok/s"
+        tokens, kind = self._output_tokens, "output"
+        if not tokens and self._prompt_tokens:
+            tokens, kind = self._prompt_tokens, "prompt"
+        return f"{tokens / max(seconds, 0.001):,.0f} {kind} tok/s"
 
     @property
     def num_errors(self) -> int:
@@ -128,6 +132,7 @@ class BatchRun:
         else:
             found = await server.answer(line)
             self._output_tokens += found.output_tokens
+            self._prompt_tokens += found.prompt_tokens
             fields = response_fields(found.status, found.request_id, found.body)
             self._output.append(line, fields, error=found.status != 200)
         self._progress.advance()

@@ -10,6 +10,9 @@ from cluster.api.answer.events import error_body, to_json
 from cluster.api.backend import EngineBackend
 from cluster.api.messages.envelope import error_object
 from cluster.api.messages.routes import MessageDraft, draft_message, prepare_message
+from cluster.api.pooling.draft import PoolingDraft, check_pooling
+from cluster.api.pooling.factory import prepare_pooling
+from cluster.api.pooling.routes import routes_of
 from cluster.api.record import Recorder
 from cluster.api.request.draft import Draft, Drafter, EngineFacts, load_drafter
 from cluster.api.request.generation_factory import GenerationFactory
@@ -18,24 +21,28 @@ from cluster.api.request.sender import Sender
 from cluster.api.responses.draft import References, ResponseDraft, draft_response
 from cluster.api.responses.factory import ResponseFactory
 from cluster.api.routes.generation import Prepared, with_writer
+from cluster.api.routes.other_models import OTHER_ROUTES, of_another_kind
 from cluster.api.run import GenerationRun
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.api.work.processes import WorkProcesses
 from cluster.errors import BadRequestError, NotFoundError, ServingError
 from cluster.metrics.metrics import IngressMetrics
+from workers.specs.pooling import PoolingTask
 
 logger = logging.getLogger(__name__)
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+EMBEDDINGS, CLASSIFY, SCORE = "/v1/embeddings", "/classify", "/score"
 
 
 class Answered(NamedTuple):
-    """The body of an answer, as JSON, and its output tokens."""
+    """The body of an answer, as JSON, its output tokens, and the tokens of its prompts."""
 
     body: bytes
     output_tokens: int
+    prompt_tokens: int
 
 
 class Route(NamedTuple):
@@ -57,7 +64,11 @@ class Dispatcher:
         self._drafter = Drafter(tokenizer, settings)
         processes = WorkProcesses(partial(load_drafter, tokenizer.source, settings))
         checker = GrammarChecker(processes, settings.grammar_timeout_s)
-        self._routes = _routes(GenerationFactory(self._drafter, checker))
+        if settings.pooling is None:
+            self._routes = _routes(GenerationFactory(self._drafter, checker))
+        else:
+            check_pooling(self._drafter)
+            self._routes = _pooling_routes(settings, settings.pooling.task)
 
     def error_body(self, url: str, error: ServingError) -> bytes:
         """Return the error in the envelope of its route."""
@@ -67,6 +78,8 @@ class Dispatcher:
     async def answer(self, url: str, body: dict[str, Any]) -> Answered:
         """Return the answer that HTTP would have. Raises ServingError."""
         route = self._routes.get(url)
+        if route is None and url in OTHER_ROUTES:
+            raise of_another_kind(url, self._drafter.settings.pooling, self._routes)
         if route is None:
             known = ", ".join(self._routes)
             raise NotFoundError(
@@ -82,12 +95,19 @@ class Dispatcher:
                 generation.routing["whole"] = True
             record = self._recorder.begin(generation, {})
             answer = await GenerationRun(generation, self._backend, record).body(writer)
-            return Answered(answer, generation.num_completion_tokens)
+            return Answered(answer, generation.num_completion_tokens, generation.num_prompt_tokens)
         except ServingError:
             raise
         except Exception as error:
             logger.exception("a request broke")
             raise ServingError(f"internal error: {type(error).__name__}: {error}") from error
+
+
+def _pooling_routes(settings: ApiSettings, task: PoolingTask) -> dict[str, Route]:
+    async def prepare(draft: PoolingDraft, backend: EngineBackend) -> Prepared:
+        return prepare_pooling(draft, backend, Sender(), settings)
+
+    return {path: Route(route.draft, prepare) for path, route in routes_of(task).items()}
 
 
 def _routes(factory: GenerationFactory) -> dict[str, Route]:

@@ -85,6 +85,57 @@ class LLM:
         _check_names(fields, ChatRequest.model_fields)
         return self._answer(CHAT, "messages", _as_conversations(conversations), params, fields)
 
+    def embed(
+        self,
+        inputs: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        params: Fields | Sequence[Fields] = (),
+        **fields: Any,
+    ) -> list[Answer]:
+        """Embed inputs, given as text or token ids. Returns an answer with an `embedding` for each input, in order.
+
+        `fields` are fields of POST /v1/embeddings; `params` as in `generate`.
+        """
+        from cluster.api.pooling.fields import EmbeddingRequest
+        from cluster.offline.dispatcher import EMBEDDINGS
+
+        _check_names(fields, EmbeddingRequest.model_fields)
+        return self._answer(EMBEDDINGS, "input", _as_prompts(inputs), params, fields)
+
+    def classify(
+        self,
+        inputs: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        params: Fields | Sequence[Fields] = (),
+        **fields: Any,
+    ) -> list[Answer]:
+        """Classify inputs, given as text or token ids. Returns an answer with `probabilities` for each, in order.
+
+        `fields` are fields of POST /classify; `params` as in `generate`.
+        """
+        from cluster.api.pooling.fields import ClassifyRequest
+        from cluster.offline.dispatcher import CLASSIFY
+
+        _check_names(fields, ClassifyRequest.model_fields)
+        return self._answer(CLASSIFY, "input", _as_prompts(inputs), params, fields)
+
+    def score(
+        self, queries: str | Sequence[str], documents: str | Sequence[str], **fields: Any
+    ) -> list[Answer]:
+        """Score documents by one query, or by a query each. Returns an answer with a `score` for each document.
+
+        `fields` are fields of POST /score.
+        """
+        from cluster.api.pooling.fields import ScoreRequest
+        from cluster.offline.dispatcher import SCORE
+
+        _check_names(fields, ScoreRequest.model_fields)
+        texts = [documents] if isinstance(documents, str) else list(documents)
+        firsts = [queries] * len(texts) if isinstance(queries, str) else list(queries)
+        if len(firsts) != len(texts):
+            raise ValueError(
+                f"{len(firsts)} queries for {len(texts)} documents; expected one, or equal numbers"
+            )
+        return self._answer(SCORE, "text_2", texts, [{"text_1": text} for text in firsts], fields)
+
     def close(self) -> None:
         """Stop the ranks and Ray. Does nothing the second time."""
         engine, self._engine = self._engine, None

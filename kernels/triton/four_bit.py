@@ -36,7 +36,7 @@ INT4_ASM = tl.constexpr(
 # Without zero points one instruction subtracts 8 and multiplies. Codes in the low bits of bfloat16 are code / 2 ** 133,
 # and four bits higher code / 2 ** 129: patterns up to 255 are evenly spaced, subnormal or not. Factors are
 # those of SCALE_ASM, so that the result is (code - 8) * scale / 2 ** 24, rounded once. Of four bytes two may lie in
-# another row, whose factors are the third of each four.
+# another row, which has the third factor of each four.
 MIDDLE_ASM = tl.constexpr(
     """
     {

@@ -8,7 +8,7 @@ from typing import Any
 from tests.distributed.rank_pool import RankPool
 from workers.config import RankConfig
 from workers.stats.own_work import OwnWork
-from workers.wire.request import EngineRequest, SamplingParams
+from workers.wire.request import NO_OUTPUT, EngineRequest, PoolingParams, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class RankResult:
     logits: dict[str, list[Any]] = field(default_factory=dict)
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    vectors: dict[str, Any] = field(default_factory=dict)
     num_steps: int = 0
     num_microbatched: int = 0
     num_preemptions: int = 0
@@ -80,6 +81,17 @@ def make_request(name: str, prompt: list[int], **params: Any) -> EngineRequest:
         ingress_id="test",
         prompt_token_ids=prompt,
         params=SamplingParams(**values),
+    )
+
+
+def make_pooling(name: str, prompt: list[int], **params: Any) -> EngineRequest:
+    """A request of the only ingress there is that answers with a vector."""
+    return EngineRequest(
+        request_id=name,
+        ingress_id="test",
+        prompt_token_ids=prompt,
+        params=NO_OUTPUT,
+        pooling=PoolingParams(**params),
     )
 
 
@@ -139,6 +151,8 @@ def run_rank(
             if output.prompt_logprobs is not None:
                 assert output.request_id not in result.prompt_logprobs, "told of its prompt twice"
                 result.prompt_logprobs[output.request_id] = output.prompt_logprobs
+            if output.vector is not None:
+                result.vectors[output.request_id] = output.vector
             if output.finish_reason:
                 assert output.request_id not in result.reasons, "finished twice"
                 result.reasons[output.request_id] = output.finish_reason

@@ -12,7 +12,7 @@ from workers.weights import checkpoint_copy
 from workers.weights.checkpoint_copy import CheckpointServer, CopyAddress, CopyError, copy_files
 from workers.weights.checkpoint_files import NUM_SAMPLES, SAMPLE_BYTES, file_facts, find_files
 
-NAMES = frozenset({"config.json", "model.safetensors"})
+NAMES = frozenset({"config.json", "model.safetensors", "1_Pooling/config.json"})
 
 
 @pytest.fixture
@@ -20,6 +20,8 @@ def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("[]")
     (folder / "secret.txt").write_text("not of the checkpoint")
     (folder / "model.safetensors").write_bytes(os.urandom(9_000_001))
     return folder
@@ -32,13 +34,17 @@ def server(source: Path):
     server.close()
 
 
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
 def copied(server: CheckpointServer, source: Path, target: Path) -> list[tuple[int, int]]:
     reports: list[tuple[int, int]] = []
     files = {name: file_facts(source / name) for name in NAMES}
     copy_files(server.address, files, target, lambda *progress: reports.append(progress))
     for name in NAMES:
         assert (target / name).read_bytes() == (source / name).read_bytes()
-    assert sorted(path.name for path in target.iterdir()) == sorted(NAMES), "no part is left"
+    assert files_in(target) == NAMES, "no part is left"
     return reports
 
 
@@ -55,7 +61,7 @@ def test_a_copy_is_whole_and_reports_its_bytes(
     server: CheckpointServer, source: Path, tmp_path: Path
 ) -> None:
     reports = copied(server, source, tmp_path / "new" / "folder")
-    assert reports[-1] == (9_000_003, 9_000_003)
+    assert reports[-1] == (9_000_005, 9_000_005)
 
 
 def test_a_begun_copy_continues(
@@ -88,7 +94,7 @@ def test_a_wrong_begin_is_copied_anew(
     target.mkdir()
     (target / "model.safetensors.part").write_bytes(b"of another model" * 1000)
     reports = copied(server, source, target)
-    assert reports[-1] == (9_000_003, 9_000_003)
+    assert reports[-1] == (9_000_005, 9_000_005)
 
 
 def test_files_that_never_match_are_an_error(
@@ -164,7 +170,7 @@ def test_two_copies_into_one_shared_folder(
     for thread in threads:
         thread.join()
     assert not failures
-    assert sorted(path.name for path in target.iterdir()) == sorted(NAMES)
+    assert files_in(target) == NAMES
     data = (target / "model.safetensors").read_bytes()
     assert data == (source / "model.safetensors").read_bytes()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError
 
@@ -10,7 +11,7 @@ from cluster.errors import EngineDeadError
 from tests.unit.client_scene import PARAMS, OfFakes, run, scene, use_fakes
 from tests.unit.ray_fakes import rank_config, until
 from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS, error_of
-from workers.wire.request import RequestOutput
+from workers.wire.request import NO_OUTPUT, PoolingParams, RequestOutput
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,33 @@ def test_requests_go_on_in_the_next_epoch():
             leases = now.supervisor._leases._leases
             await until(lambda: list(leases) == [now.group.lease_id])
             assert not now.ranks[0].aborted, "an epoch that has ended needs no abort"
+
+    run(scenario())
+
+
+def test_a_request_for_a_vector_is_submitted_again():
+    """The vector of the next epoch reaches the client over the wire."""
+
+    async def scenario() -> None:
+        async with scene() as now:
+            pooling = PoolingParams(rows="mean", dimensions=2, token_ids=(3,))
+            outputs = now.client.generate("a", [1, 2], NO_OUTPUT, rank=1, pooling=pooling)
+            answer = asyncio.ensure_future(anext(outputs))
+            await until(lambda: "a" in now.ranks[1].requests)
+            await now.kill(1)
+            await until(lambda: "a~2" in now.ranks[1].requests)
+            again = now.ranks[1].requests["a~2"]
+            assert (again.pooling, again.params, again.emitted_token_ids) == (
+                pooling,
+                NO_OUTPUT,
+                [],
+            )
+            vector = np.array([0.5, -1], dtype=np.float32)
+            await now.ranks[1].send(RequestOutput("a~2", [], "stop", vector=vector))
+            found = (await answer).vector
+            assert found is not None and found.tolist() == [0.5, -1]
+            await outputs.aclose()
+            assert now.outstanding == (0, 0)
 
     run(scenario())
 

@@ -29,6 +29,7 @@ from tests.unit.hub_server import HubRepository, HubServer
 from tests.unit.ray_fakes import FakeLauncher, FakeRank, group_spec, rank_config, until
 from tests.unit.test_rebuild import Scene, run
 from workers import hub
+from workers.weights.checkpoint_files import find_files
 from workers.weights.files import read_headers
 
 REPOSITORY = Path(__file__).parents[2]
@@ -88,6 +89,22 @@ def yaml_path(tmp_path: Path) -> Path:
     path = tmp_path / "serve.yaml"
     path.write_text(f"model:\n  path: {NAME}\n")
     return path
+
+
+def test_the_files_of_modules_are_fetched_from_their_folders(
+    server: HubServer, files: dict[str, bytes]
+) -> None:
+    modules = {
+        "modules.json": b"[]",
+        "1_Pooling/config.json": b"{}",
+        "2_Dense/model.safetensors": b"weights",
+    }
+    server.repositories[NAME].commit(files | modules)
+    folder = hub.snapshot_folder(NAME, hub.fetch_description(NAME, None))
+    assert (folder / "1_Pooling" / "config.json").exists()
+    assert not (folder / "onnx").exists() and not (folder / "2_Dense").exists()
+    found = find_files(folder, weights=False).files
+    assert {"modules.json", "1_Pooling/config.json"} <= found.keys()
 
 
 def problem(path: Path, *overrides: str) -> tuple[str, str]:
@@ -377,8 +394,5 @@ def test_each_node_fetches_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert subject.health.state == "serving", subject.health.error
     calls = [rank.calls["fetch_checkpoint"] for rank in ranks]
     assert calls == [[("hf_secret",)], [], [("hf_secret",)], []]
-    assert [name for name, _ in subject.status.stages][:3] == [
-        "placement",
-        "processes",
-        "checkpoint",
-    ]
+    stages = [name for name, _ in subject.status.stages]
+    assert stages[:3] == ["placement", "processes", "checkpoint"]

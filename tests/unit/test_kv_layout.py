@@ -163,7 +163,7 @@ def test_a_rank_sizes_and_serves_a_model_of_two_layouts(
 ) -> None:
     path = small_checkpoint(tmp_path)
     config = two_layouts(load_model_config(path))
-    monkeypatch.setattr("workers.rank.process.load_model_config", lambda path: config)
+    monkeypatch.setattr("workers.rank.process.configured_model", lambda section: config)
     tokens: list[int] = []
 
     def publish(_ingress_id: str, outputs: list[Any]) -> None:

@@ -67,6 +67,7 @@ ORDER = {
         ("stats",),
         ("layers",),
         ("models",),
+        ("pooling",),
         # The runner runs a model whole or in ubatches; the rules of when to cut are measured with the runner.
         ("ubatch",),
         ("runner",),

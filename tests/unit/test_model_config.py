@@ -144,7 +144,7 @@ def test_generation_config_decides_eos(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"model_type": "llama"}, ["model_type", "'llama'", "'qwen3_moe'"]),
-        ({"architectures": ["Qwen3MoeForSequenceClassification"]}, ["architectures", "Sequence"]),
+        ({"architectures": ["Qwen3MoeForTokenClassification"]}, ["architectures", "Qwen3MoeModel"]),
         (
             {"hidden_act": "relu"},
             ["hidden_act", '"relu"', '"silu" or "gelu" or "gelu_pytorch_tanh"'],

@@ -17,18 +17,22 @@ from cluster.offline import LLM, engine
 from cluster.offline.dispatcher import Dispatcher
 from cluster.offline.pool import run_pool
 from tests.unit.api_fakes import Api, FakeBackend, says, tiny_checkpoint, tiny_tokenizer
+from tests.unit.pooling_case import PoolingBackend
+from workers.specs.pooling import PoolingSpec
 
 
 class FakeEngine:
     """`OfflineEngine` over a scripted backend."""
 
     backend = FakeBackend()
+    pooling: PoolingSpec | None = None
     started: list[PhalanxConfig]
 
     def __init__(self, config: PhalanxConfig, console: Any) -> None:
         FakeEngine.started.append(config)
         self.console = console
-        self.dispatcher = Dispatcher(FakeEngine.backend, tiny_tokenizer(), ApiSettings())
+        settings = ApiSettings(pooling=FakeEngine.pooling)
+        self.dispatcher = Dispatcher(FakeEngine.backend, tiny_tokenizer(), settings)
         self.concurrency = 3
         self.closed = 0
 
@@ -45,8 +49,10 @@ def make_llm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
     FakeEngine.started = []
     folder = tiny_checkpoint(tmp_path / "tiny")
 
-    def make(backend: FakeBackend | None = None, **settings: Any) -> LLM:
-        FakeEngine.backend = backend or FakeBackend()
+    def make(
+        backend: FakeBackend | None = None, pooling: PoolingSpec | None = None, **settings: Any
+    ) -> LLM:
+        FakeEngine.backend, FakeEngine.pooling = backend or FakeBackend(), pooling
         return LLM(folder, **settings)
 
     yield make
@@ -214,3 +220,29 @@ def test_an_unknown_route_is_an_error() -> None:
         asyncio.run(dispatcher.answer("/v1/nothing", {}))
     body = json.loads(asyncio.run(dispatcher.answer("/v1/completions", {"prompt": "a"})).body)
     assert body["object"] == "text_completion"
+
+
+def test_embeddings_keep_the_order_of_inputs(make_llm) -> None:
+    llm = make_llm(PoolingBackend(), PoolingSpec(task="embed", size=4, normalize=False))
+    answers = llm.embed(["abc", "", [1, 2]])
+    assert answers[0].embedding == [3, ord("a"), ord("c"), 1] and answers[0].num_prompt_tokens == 3
+    assert answers[2].embedding == [2, 1, 2, 1]
+    with pytest.raises(BadRequestError, match="empty"):
+        _ = answers[1].embedding
+    assert [answer.score for answer in llm.score("ab", ["ab", "ab"])] == pytest.approx([1, 1])
+    with pytest.raises(TypeError, match="dimension"):
+        llm.embed("a", dimension=2)
+    with pytest.raises(ValueError, match="2 queries for 1 documents"):
+        llm.score(["a", "b"], "c")
+    (answer,) = llm.generate("a")
+    assert isinstance(answer.error, ServingError) and "/v1/embeddings" in str(answer.error)
+
+
+def test_classes_and_scores_of_a_head(make_llm) -> None:
+    labels = ("bad", "good", "odd")
+    llm = make_llm(PoolingBackend(), PoolingSpec(task="classify", size=4, labels=labels))
+    (answer,) = llm.classify("ab")
+    assert answer.label == "odd" and answer.probabilities == pytest.approx([0.02, 0.97, 0.98])
+    llm = make_llm(PoolingBackend(), PoolingSpec(task="score", size=4, labels=("yes",)))
+    found = [answer.score for answer in llm.score(["ab", "c"], ["cd", "e"])]
+    assert found == pytest.approx([0.04, 0.02])

@@ -76,15 +76,15 @@ class KVCacheManager:
     def lookup(self, seq: Sequence) -> Prefix | None:
         """Return the prefix that `seq` can start behind; None if another sequence is about to compute the next block.
 
-        The last token is always computed because its logits are needed. A prompt with prompt_logprobs needs the
-        logits of all its tokens, until its first output was sent.
+        The last token is always computed because its logits are needed. A request that needs every row has no prefix
+        until its first output was sent.
         """
         nothing = Prefix(0, tuple([] for _ in self.groups))
         if not self._enabled:
             return nothing
         num_blocks = (seq.num_tokens - 1) // self.block_size
         self._extend_keys(seq, num_blocks)
-        if seq.request.params.prompt_logprobs is not None and not seq.num_output_tokens:
+        if seq.request.needs_every_row and not seq.num_output_tokens:
             return nothing
         keys = seq.block_keys[:num_blocks]
         num_shared, shared = self.groups[0].find(keys)
@@ -122,7 +122,7 @@ class KVCacheManager:
         num_found = prefix.num_tokens // self.block_size
         seq.next_full = (num_found + 1) * self.block_size
         self._coming.update(seq.block_keys[num_found:])
-        if not seq.num_preemptions and seq.request.params.prompt_logprobs is None:
+        if not seq.num_preemptions and not seq.request.needs_every_row:
             if not seq.request.emitted_token_ids:
                 seq.num_cached_tokens = prefix.num_tokens
             if seq.request.is_probe:

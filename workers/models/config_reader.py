@@ -30,16 +30,18 @@ from workers.specs.quantization import parse_quantization
 HARMLESS_KEYS = frozenset(
     {
         "_attn_implementation", "_name_or_path", "architectures", "attention_dropout", "attn_implementation",
-        "auto_map", "bos_token_id", "id2label", "initializer_range", "label2id", "model_type", "name_or_path",
+        "auto_map", "bos_token_id", "classifier_from_token", "id2label", "initializer_range", "is_matryoshka",
+        "is_original_qwen3_reranker", "label2id", "matryoshka_dimensions", "method", "model_type", "name_or_path",
         "num_labels", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
-        "problem_type", "return_dict", "router_aux_loss_coef", "transformers_version", "unsloth_fixed",
-        "unsloth_version", "use_cache",
+        "problem_type", "return_dict", "router_aux_loss_coef", "sentence_transformers", "transformers_version",
+        "unsloth_fixed", "unsloth_version", "use_cache",
     }
 )
 # fmt: on
 # Keys with the values that every family here computes; other values would change the results.
 FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "chunk_size_feed_forward": (0, None),
+    "is_causal": (True, None),
     "is_encoder_decoder": (False, None),
     PARTIAL: (1, None),
 }
@@ -355,8 +357,11 @@ class ConfigReader:
             self.problems.append(problem)
 
 
-def read_json(folder: Path, name: str, *, required: bool) -> dict[str, Any]:
-    """Return a JSON object of a checkpoint folder; {} if a file that is not required is missing."""
+def read_json(folder: Path, name: str, *, required: bool, kind: type[Any] = dict) -> Any:
+    """Return a JSON value of a checkpoint folder, empty if a file that is not required is missing.
+
+    kind   dict for an object, list for an array
+    """
     file = folder / name
     if not folder.is_dir():
         raise ModelConfigError(
@@ -367,14 +372,15 @@ def read_json(folder: Path, name: str, *, required: bool) -> dict[str, Any]:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if not required:
-            return {}
+            return kind()
         raise ModelConfigError(
             f"{folder} holds no {name}; expected a Hugging Face checkpoint"
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise ModelConfigError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelConfigError(f"{file} holds a {type(raw).__name__}; expected a JSON object")
+    if not isinstance(raw, kind):
+        wanted = "a JSON object" if kind is dict else "a JSON array"
+        raise ModelConfigError(f"{file} holds a {type(raw).__name__}; expected {wanted}")
     return raw
 
 

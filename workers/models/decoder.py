@@ -21,8 +21,17 @@ class DecoderLM(LayerStack):
         table = (config.vocab_size, config.hidden_size)
         self.embed_VD = builder.empty(*table)
         self.norm = builder.norm(config.hidden_size)
-        tied = config.tie_word_embeddings
-        self.lm_head = DenseLinear(self.embed_VD) if tied else builder.dense(*table)
+        self.lm_head = self._logits_head(builder)
+        labels = config.num_labels
+        self.score = builder.dense(labels, config.hidden_size) if labels else None
+
+    def _logits_head(self, builder: LayerBuilder) -> DenseLinear | None:
+        config = self.config
+        if not config.has_logits:
+            return None
+        if config.tie_word_embeddings:
+            return DenseLinear(self.embed_VD)
+        return builder.dense(config.vocab_size, config.hidden_size)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of int64 [T], a new tensor [T, D]."""
@@ -54,6 +63,7 @@ class DecoderLM(LayerStack):
         self, normed_LD: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """As `compute_logits`, of rows that are normed already."""
+        assert self.lm_head is not None, "the checkpoint has no logits"
         logits_LV = self.lm_head(normed_LD)
         logits_LV = logits_LV.float() if out is None else out.copy_(logits_LV)
         factor = self.config.logits_factor

@@ -50,8 +50,11 @@ class WeightNames:
                 yield from resolve_name(spec.weights)(block, spec)
         shape = (config.hidden_size,)
         yield WeightEntry(f"{root}norm.weight", shape, "norm", WeightKind.NORM, offset=offset)
-        if not config.tie_word_embeddings:
+        if config.has_logits and not config.tie_word_embeddings:
             yield WeightEntry("lm_head.weight", table, "lm_head.weight", WeightKind.HEAD)
+        if config.num_labels:
+            table = (config.num_labels, config.hidden_size)
+            yield WeightEntry("score.weight", table, "score.weight", WeightKind.HEAD)
 
 
 @dataclass(frozen=True)

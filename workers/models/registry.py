@@ -4,14 +4,24 @@ Configs are read without torch. All families are a `DecoderLM`, which their spec
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from workers.config import ModelSection
 from workers.models.config_reader import ConfigReader, ModelConfigError, read_json
+from workers.models.pooling_reads import (
+    NO_MODULES,
+    Modules,
+    part_of,
+    parts_of,
+    read_modules,
+    read_pooling,
+)
 from workers.specs.model import ModelConfig
+from workers.specs.pooling import PoolingSpec
 
 
 @dataclass(frozen=True)
@@ -50,34 +60,66 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family("qwen3_next", "Qwen3NextForCausalLM"),
 }
 
+LOGITS_HEAD = "lm_head."  # begins the names of its tensors
 DEFAULT_FAMILY = "qwen3_moe"  # of checkpoints that are written
 
 
-def load_model_config(path: str | Path) -> ModelConfig:
-    """Return the config of a checkpoint folder; ModelConfigError names everything that is wrong."""
+def load_model_config(path: str | Path, section: ModelSection | None = None) -> ModelConfig:
+    """Return the config of a checkpoint folder; ModelConfigError names everything that is wrong.
+
+    section   the section of the YAML, which chooses a task; None: the task of the checkpoint
+    """
     folder = Path(path)
     raw = read_json(folder, "config.json", required=True)
     generation = read_json(folder, "generation_config.json", required=False)
-    return parse_model_config(raw, generation, str(folder / "config.json"))
+    problems: list[str] = []
+    modules = read_modules(folder, problems)
+    where = str(folder / "config.json")
+    if problems:
+        raise ModelConfigError(f"{folder}: " + "; ".join(problems))
+    return parse_model_config(raw, generation, where, modules, section)
+
+
+def configured_model(section: ModelSection) -> ModelConfig:
+    """Return the config of the checkpoint of a section of the YAML, with its task; raises ModelConfigError."""
+    return load_model_config(section.folder, section)
 
 
 def parse_model_config(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+    raw: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    where: str,
+    modules: Modules = NO_MODULES,
+    section: ModelSection | None = None,
 ) -> ModelConfig:
-    """Return the config of a config.json and a generation_config.json; `where` begins its errors."""
+    """Return the config of a config.json, a generation_config.json and what follows; `where` begins its errors."""
     model_type, architectures = raw.get("model_type"), raw.get("architectures")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         supported = ", ".join(map(repr, FAMILIES))
         raise ModelConfigError(f"{where}: model_type is {model_type!r}; supported: {supported}")
-    if architectures is not None and architectures != [family.architecture]:
+    part = part_of(architectures, family.architecture)
+    if part is None:
         raise ModelConfigError(
-            f"{where}: architectures is {architectures!r}; supported: {[family.architecture]!r}"
+            f"{where}: architectures is {architectures!r}; supported: {', '.join(parts_of(family.architecture))}"
         )
     text_part = getattr(family.config, "text_part", dict)
     source = family.config
     read = ConfigReader(text_part(raw), source.DEFAULTS, generation, source.NAMES)
     config: ModelConfig = family.config.read_config(read)
+    pooling = read_pooling(text_part(raw), part, modules, section, read.problems)
     if read.problems:
         raise ModelConfigError(f"{where}: " + "; ".join(read.problems))
-    return config
+    return config if pooling is None else _with_pooling(config, pooling)
+
+
+def _with_pooling(config: ModelConfig, pooling: PoolingSpec) -> ModelConfig:
+    """Return the config with prompts that become vectors or scores; logits that nothing reads are not loaded."""
+    has_logits = pooling.score_tokens is not None
+    return replace(
+        config,
+        pooling=pooling,
+        has_logits=has_logits,
+        num_labels=len(pooling.labels),
+        skipped=config.skipped if has_logits else (*config.skipped, LOGITS_HEAD),
+    )

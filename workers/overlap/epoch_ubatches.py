@@ -23,6 +23,7 @@ from workers.runner.model_runner import ModelRunner
 from workers.scheduler.scheduler import Scheduler
 from workers.step.step_sync import ForwardMode, GraphMode, StepPlan
 from workers.ubatch.wrapper import UbatchModel, UBatchWrapper
+from workers.wire.request import PoolingParams
 
 MIN_CONTEXT = 16  # tokens: decodes of shorter ones would outgrow model.max_model_len
 
@@ -33,6 +34,7 @@ class EpochUbatches:
     """Backends of the ubatches of one epoch; none where `overlap` never cuts a step. Collective.
 
     overlap       the policy of the rank process; `tune` completes it
+    pooling       of a model that makes vectors of prompts, and has no decodes; None: it generates
     graph_bytes   bytes of all captures of ubatched steps. Captures that were only measured count, because they share
                   the memory pool of the graphs of whole steps, which is never freed
     """
@@ -45,8 +47,10 @@ class EpochUbatches:
         context: BackendContext,
         whole: Backends,
         gather: Gather,
+        *,
+        pooling: PoolingParams | None = None,
     ):
-        self.overlap = overlap
+        self.overlap, self._pooling = overlap, pooling
         self.graph_bytes = 0
         self._config = config
         self._rank, self._device, self._whole = context.rank, context.device, whole
@@ -143,6 +147,7 @@ class EpochUbatches:
             max_num_seqs=limits.max_num_seqs,
             max_num_tokens=limits.max_num_batched_tokens,
             vocab_size=runner.model.config.vocab_size,
+            pooling=self._pooling,
         )
 
     def largest(self, scheduler: Scheduler, max_model_len: int) -> dict[str, int]:
@@ -157,7 +162,7 @@ class EpochUbatches:
             limits.max_num_seqs, limits.max_num_batched_tokens // 2, cache.num_blocks // per_decode
         )
         return {
-            "decode": decodes if context >= MIN_CONTEXT else 0,
+            "decode": decodes if context >= MIN_CONTEXT and self._pooling is None else 0,
             "prefill": min(
                 limits.max_num_batched_tokens,
                 cache.demand.tokens(cache.num_blocks) // 2,

@@ -14,7 +14,7 @@ from workers.overlap.rank_overlap import Gather
 from workers.runner.model_runner import ModelRunner
 from workers.scheduler.scheduler import Scheduler
 from workers.step.step_sync import ForwardMode, StepPlan
-from workers.wire.request import EngineRequest, SamplingParams
+from workers.wire.request import NO_OUTPUT, EngineRequest, PoolingParams, SamplingParams
 
 BUDGET_S = 30.0  # sizes that are not measured by then are not cut
 REPEATS = 3
@@ -106,7 +106,10 @@ def steps_of_prompts(num_seqs: int, length: int, max_num_tokens: int) -> int:
 
 
 class StepTimer:
-    """Times real steps of one rank's runner; a `Run`."""
+    """Times real steps of one rank's runner; a `Run`.
+
+    pooling   of a model that makes vectors of prompts, and has no decodes; None: it generates
+    """
 
     def __init__(
         self,
@@ -118,11 +121,12 @@ class StepTimer:
         max_num_seqs: int,
         max_num_tokens: int,
         vocab_size: int,
+        pooling: PoolingParams | None = None,
     ):
         self._runner, self._scheduler, self._plan = runner, scheduler, plan
         self._max_prompt_len, self._max_num_seqs = max_prompt_len, max_num_seqs
         self._max_num_tokens = max_num_tokens
-        self._vocab_size = vocab_size
+        self._vocab_size, self._pooling = vocab_size, pooling
 
     def __call__(self, phase: str, num_tokens: int, ubatch: bool) -> float:
         """Return the seconds of one step: the median of REPEATS steps after a first one."""
@@ -155,7 +159,10 @@ class StepTimer:
                 request_id=f"measure-{index}",
                 ingress_id="",
                 prompt_token_ids=generator.integers(0, self._vocab_size, length).tolist(),
-                params=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+                params=NO_OUTPUT
+                if self._pooling
+                else SamplingParams(max_tokens=max_tokens, temperature=0.0),
+                pooling=self._pooling,
             )
             refused = self._scheduler.add(request)
             assert refused is None, refused

@@ -42,7 +42,7 @@ from workers.rank.rank_info import (
 )
 from workers.rank.warm_up import few_first, warm_up_sizes
 from workers.rank.warm_up_steps import bind_beside
-from workers.runner.graph_sizes import GraphSizes, graphs_off
+from workers.runner.graph_sizes import NO_PROMPTS, GraphSizes, graphs_off
 from workers.runner.model_runner import ModelRunner
 from workers.scheduler.scheduler import Scheduler
 from workers.speculation.speculator import make_speculator
@@ -94,11 +94,9 @@ class Epoch:
         self.seconds: dict[str, float] = {}
         self.closed = self.failed = False
         self.graph_sizes = GraphSizes()
-        self._peers = Peers(process.warm)
-        self._parts = _Parts()
+        self._peers, self._parts = Peers(process.warm), _Parts()
         self._attention_compiled: Future[None] | None = None
-        self._graph_bytes = 0
-        self._closing = ExitStack()
+        self._graph_bytes, self._closing = 0, ExitStack()
         process.enter(self)
         try:
             with self._timed("process group"):
@@ -170,6 +168,7 @@ class Epoch:
                 context,
                 self.backends,
                 peers.gather,
+                pooling=process.pooling,
             )
             self._closing.callback(self.ubatches.close)
 
@@ -268,7 +267,8 @@ class Epoch:
         if not sizes:
             if process.device.type == "cuda" and process.rank == 0:
                 wanted = process.config.scheduler.cuda_graphs
-                logger.info("no CUDA graphs: %s", graphs_off(wanted, process.selection, "cuda"))
+                reason = graphs_off(wanted, process.selection, "cuda") or NO_PROMPTS
+                logger.info("no CUDA graphs: %s", reason)
             return
         with memory_for("CUDA graphs"):
             graphs = self.runner.make_graphs(sizes, on_demand=self.rendezvous.epoch > 0)

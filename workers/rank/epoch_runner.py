@@ -23,7 +23,7 @@ from workers.rank.kv_sizing import (
 )
 from workers.rank.process import RankProcess
 from workers.rank.warm_up_steps import WarmUpSteps
-from workers.runner.graph_sizes import GraphSizes, graphs_to_capture
+from workers.runner.graph_sizes import GraphSizes
 from workers.runner.model_runner import ModelRunner
 from workers.scheduler.scheduler import Scheduler
 from workers.speculation.synthetic import acceptance_of
@@ -83,18 +83,12 @@ class RunnerMaker:
             self.process.model_config.vocab_size,
             windows=self.process.model_config.window is not None,
             num_drafts=config.speculation.rows_per_seq - 1,
+            pooling=self.process.pooling,
         )
 
     def graph_sizes(self) -> GraphSizes:
         """Return the sizes of the CUDA graphs; none where graphs are off or unavailable."""
-        process = self.process
-        return graphs_to_capture(
-            process.config.scheduler,
-            process.selection,
-            process.device,
-            mixed=GraphPlanner.of(self.backends).captures_prompts,
-            rows_per_seq=process.config.speculation.rows_per_seq,
-        )
+        return self.process.graph_sizes(mixed=GraphPlanner.of(self.backends).captures_prompts)
 
     def cache_sizes(self, graph_sizes: GraphSizes) -> tuple[int, int]:
         """Return the KV blocks and snapshots of states of every rank: as configured, or measured. Collective.

@@ -28,12 +28,13 @@ from workers.config import RankConfig, not_for_answers
 from workers.kv_cache.caches import CacheMemory
 from workers.models.decoder import DecoderLM
 from workers.models.layer_stack import LayerStack
-from workers.models.registry import load_model_config
+from workers.models.registry import configured_model
 from workers.overlap.rank_overlap import RankOverlap
 from workers.rank.backend_choice import backend_shape, forced_routing, slow_attention
 from workers.rank.device_memory import memory_for
 from workers.rank.draft_model import DraftChoice, DraftHead, EpochDraft, with_attention
 from workers.rank.rank_info import Progress, RankInfo
+from workers.runner.graph_sizes import GraphSizes, graphs_to_capture
 from workers.sampling.grammar_compiler import GrammarCompiler
 from workers.scheduler.prefill_cap import PrefillCap
 from workers.specs.model import ModelConfig
@@ -41,6 +42,7 @@ from workers.stats.pace import Pace
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import load_weights
 from workers.weights.tensors import rank_weight_bytes
+from workers.wire.request import PoolingParams
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ class RankProcess:
 
     def __init__(self, rank: int, config: RankConfig):
         use_cache_folder(config.kernels.cache)
-        self.model_config: ModelConfig = load_model_config(config.model.folder)
+        self.model_config: ModelConfig = configured_model(config.model)
         self.device = torch.device(config.device)
         if config.device == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -140,6 +142,23 @@ class RankProcess:
             self.warm, self.caches.kv_caches, self.caches.draft_caches = False, [], []
             self.caches.take_sizes(0, self.config.cache.num_snapshots or 0)
             torch.cuda.empty_cache()
+
+    @property
+    def pooling(self) -> PoolingParams | None:
+        """Parameters of the requests of the warm-up of a model that makes vectors of prompts; None: it generates."""
+        spec = self.model_config.pooling
+        return None if spec is None else spec.warm_up_params()
+
+    def graph_sizes(self, *, mixed: bool) -> GraphSizes:
+        """Return the sizes of CUDA graphs; mixed: attention can be captured with prompts."""
+        return graphs_to_capture(
+            self.config.scheduler,
+            self.selection,
+            self.device,
+            mixed=mixed,
+            rows_per_seq=self.config.speculation.rows_per_seq,
+            decodes=self.pooling is None,
+        )
 
     def enter(self, epoch: ClosableEpoch) -> None:
         """Begin `epoch`; the epoch before must be closed, because its memory is needed."""

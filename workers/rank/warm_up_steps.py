@@ -16,7 +16,7 @@ from workers.runner.model_runner import ModelRunner
 from workers.sampling.logprobs import MAX_LOGITS_ROWS
 from workers.scheduler.scheduler import Scheduler
 from workers.step.step_sync import StepPlan
-from workers.wire.request import EngineRequest, SamplingParams
+from workers.wire.request import NO_OUTPUT, EngineRequest, PoolingParams, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class WarmUpSteps:
     vocab_size  the token ids of prompts are random below it, because equal ids would all go to the same experts
     windows     layers have windows, and so blocks of their own
     num_drafts  drafts of each sequence in the step that samples most
+    pooling     of a model that makes vectors of prompts: its steps have no decodes and no samples; None: it generates
     """
 
     dims: ParallelDims
@@ -61,6 +62,7 @@ class WarmUpSteps:
     vocab_size: int
     windows: bool = False
     num_drafts: int = 0
+    pooling: PoolingParams | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -107,7 +109,8 @@ class WarmUpSteps:
                     request_id=f"warm-up-{index}",
                     ingress_id="",
                     prompt_token_ids=prompt,
-                    params=params,
+                    params=params if self.pooling is None else NO_OUTPUT,
+                    pooling=self.pooling,
                 )
             )
         with scheduler.cache.off():

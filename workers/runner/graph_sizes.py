@@ -15,6 +15,9 @@ FINE_MIXED_ROWS = 512
 SMALLEST_MIXED_ROWS = 16
 
 
+NO_PROMPTS = "the attention captures no prompts, and the model has no decodes"
+
+
 class GraphsUnavailableError(ValueError):
     """scheduler.cuda_graphs is true, but a chosen backend has no CUDA graphs."""
 
@@ -39,12 +42,14 @@ class GraphSizes:
         return bool(self.decode or self.mixed)
 
     def __str__(self) -> str:
-        decode = f"up to {self.decode[-1]} decodes ({_count(self.decode)})"
-        if not self.mixed:
-            return decode
+        parts = []
+        if self.decode:
+            parts.append(f"up to {self.decode[-1]} decodes ({_count(self.decode)})")
         if self.verify:
-            decode += f", {self.verify[-1]} rows of decodes with drafts ({_count(self.verify)})"
-        return f"{decode} and steps of up to {self.mixed[-1]} tokens ({_count(self.mixed)})"
+            parts.append(f"{self.verify[-1]} rows of decodes with drafts ({_count(self.verify)})")
+        if self.mixed:
+            parts.append(f"steps of up to {self.mixed[-1]} tokens ({_count(self.mixed)})")
+        return " and ".join(parts)
 
     @property
     def largest(self) -> int:
@@ -121,11 +126,13 @@ def graphs_to_capture(
     *,
     mixed: bool,
     rows_per_seq: int = 1,
+    decodes: bool = True,
 ) -> GraphSizes:
     """Return the sizes of a rank's graphs; none where graphs are off or unavailable.
 
     mixed          whether the attention can be captured with prompts
     rows_per_seq   most rows of a sequence that decodes, its drafts included; from 2 on there are VERIFY graphs
+    decodes        whether the model decodes
 
     Raises GraphsUnavailableError if the configuration demands graphs that are unavailable.
     """
@@ -135,16 +142,14 @@ def graphs_to_capture(
     max_decodes = min(scheduler.max_num_seqs, max_tokens)
     max_verify = min(max_decodes * rows_per_seq, max_tokens) if mixed and rows_per_seq > 1 else 0
     if sizes == "auto":
-        return GraphSizes(
-            decode_sizes(max_decodes),
-            mixed_sizes(max_tokens) if mixed else (),
-            decode_sizes(max_verify) if max_verify else (),
-        )
-    return GraphSizes(
-        _cut(sizes, max_decodes),
-        _cut(sizes, max_tokens) if mixed else (),
-        _cut(sizes, max_verify) if max_verify else (),
-    )
+        decode, all_steps = decode_sizes(max_decodes), mixed_sizes(max_tokens)
+        verify = decode_sizes(max_verify) if max_verify else ()
+    else:
+        decode, all_steps = _cut(sizes, max_decodes), _cut(sizes, max_tokens)
+        verify = _cut(sizes, max_verify) if max_verify else ()
+    if not decodes:
+        decode = verify = ()
+    return GraphSizes(decode, all_steps if mixed else (), verify)
 
 
 def _cut(sizes: Sequence[int], max_rows: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from kernels.routing.expert_load import LoadSample
 from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_snapshots import independent
 from workers.models.decoder import DecoderLM
+from workers.pooling.head import PoolingHead
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
 from workers.runner.draft_passes import NO_TOKEN, DraftPasses
@@ -78,6 +79,7 @@ class ModelRunner:
         self._device = device
         self._sampler = Sampler(table, max_num_seqs, model.config.vocab_size, device)
         self._prompt_logprobs = PromptLogprobs()
+        self._pooling = PoolingHead(model)
         self._masks = GrammarBitmasks(model.config.vocab_size, num_threads)
         self._met_grammar = False
         self._copy_stream: torch.cuda.Stream | None = None
@@ -188,11 +190,13 @@ class ModelRunner:
         prompts = self._prompt_logprobs.collect(
             scheduled.parts, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
         )
+        vectors = self._pooling.collect(scheduled, batch.query_start_loc_cpu, hidden_TD)
         clock.mark()
 
         copy = HostCopies(self._copy_stream)
         sampled = sampled.to(copy)
         prompts = {name: parts.to(copy) for name, parts in (prompts or {}).items()}
+        vectors = None if vectors is None else vectors.to(copy)
         offs_Le = None if offs_Le is None else copy(offs_Le)
         drafts_SK = None if drafts_SK is None else copy(drafts_SK)
         copy.finish()
@@ -203,6 +207,7 @@ class ModelRunner:
                 scheduled,
                 *sampled.lists(),
                 prompt_logprobs={name: parts.lists() for name, parts in prompts.items()} or None,
+                vectors=None if vectors is None else vectors.lists(len(scheduled.seqs)),
                 times=RunTimes(prepare, *clock.seconds()),
                 drafts=None if drafts_SK is None else _drafts_of(scheduled, drafts_SK),
                 counts_B=counts_B,
@@ -220,6 +225,7 @@ class ModelRunner:
         for seq in scheduled.admitted:
             self._sampler.admit(seq)
             self._prompt_logprobs.admit(seq)
+            self._pooling.admit(seq)
             self._met_grammar |= seq.grammar is not None
 
     def make_graphs(self, sizes: GraphSizes, *, on_demand: bool = False) -> StepGraphs:

@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
 
+import numpy as np
+
 from workers.config import SchedulerConfig
 from workers.kv_cache.group import Prefix
 from workers.kv_cache.manager import KVCacheManager
@@ -181,6 +183,10 @@ class Scheduler:
                     assert self.cache.takes_back, "a state cannot be taken back to before a draft"
                     self.table.verified(seq, part.num_logits - count)
                 self.cache.commit(seq)
+                if part.ends_vector:
+                    assert step.vectors is not None, "the step has a vector to end"
+                    outputs.append(self._end_with_vector(seq, step.vectors[index]))
+                    continue
                 outputs.append(self._append(part, token_ids[start:end]) if count else None)
                 if self.speculator is not None and count and not seq.finished:
                     drafts = None if step.drafts is None else step.drafts.get(index)
@@ -225,20 +231,36 @@ class Scheduler:
             request_id, drawn, finish_reason, num_cached_tokens=num_cached, drafts=drafts
         )
 
+    def _end_with_vector(self, seq: Sequence, vector: np.ndarray | None) -> RequestOutput:
+        """Finish `seq`, which answers with a vector."""
+        assert vector is not None, f"{seq.request.request_id} has no vector"
+        request_id = seq.request.request_id
+        self._finish(seq)
+        if not np.isfinite(vector).all():
+            self._forget_invalid(seq)
+            error = f"{no_token.LOGITS_FAILED}: hidden states are NaN or infinite"
+            return RequestOutput(request_id, [], "error", error)
+        num_cached = seq.num_cached_tokens
+        return RequestOutput(request_id, [], "stop", num_cached_tokens=num_cached, vector=vector)
+
     def _error_of(self, seq: Sequence, token_id: int) -> str | None:
         """Advance the grammar of `seq` by its next token; return why the sequence cannot go on, or None."""
         if token_id >= 0:
             return None if seq.grammar is None else seq.grammar.advance(token_id)
         cause = no_token.cause_of(token_id, seq.request.params)
         if cause == no_token.INVALID_LOGITS:
-            self.cache.forget(seq)  # the K and V of its blocks may be NaN too
-            self.num_invalid += 1
+            self._forget_invalid(seq)
         return no_token.error_of(cause, seq.num_output_tokens)
+
+    def _forget_invalid(self, seq: Sequence) -> None:
+        self.cache.forget(seq)  # the K and V of its blocks may be NaN too
+        self.num_invalid += 1
 
     def _refusal(self, request: EngineRequest) -> str | None:
         length = len(request.prompt_token_ids)
-        if not 0 < length < self._max_model_len:
-            return f"prompt of {length} tokens; must be 1 to {self._max_model_len - 1}"
+        longest = self._max_model_len - (request.pooling is None)  # a token follows
+        if not 0 < length <= longest:
+            return f"prompt of {length} tokens; must be 1 to {longest}"
         total = min(length + request.params.max_tokens, self._max_model_len)
         need = self.cache.demand.blocks(total)
         if need > self.cache.num_blocks:
@@ -323,5 +345,10 @@ def _part(seq: Sequence, kind: SequenceKind, num_new: int) -> ScheduledSequence:
         assert seq.decode_part is not None, f"{seq.request.request_id} has no row"
         return seq.decode_part
     if kind is PROMPT:
-        return ScheduledSequence(seq, kind, num_new, int(num_new == seq.num_remaining))
+        last, pooling = num_new == seq.num_remaining, seq.request.pooling
+        if pooling is None:
+            return ScheduledSequence(seq, kind, num_new, int(last))
+        start = seq.num_computed_tokens
+        rows = pooling.hidden_rows(start, start + num_new, last=last)
+        return ScheduledSequence(seq, kind, num_new, 0, hidden_rows=rows, ends_vector=last)
     return ScheduledSequence(seq, kind, num_new, num_new, seq.draft_token_ids[: num_new - 1])

@@ -16,6 +16,7 @@ from kernels.activation import Activation
 from kernels.interface.attention_spec import AttentionSpec, MlaDims
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from workers.specs.four_bit import FourBitForm
+from workers.specs.pooling import PoolingSpec
 from workers.specs.quantization import Quantization
 from workers.specs.weight_map import QUANTISABLE, WeightEntry
 
@@ -291,14 +292,15 @@ class ModelConfig:
 
     moe       the experts of every layer that has experts; one kind today, because kernels are built once for all layers
     weight_entries   yields the tensors of the checkpoint as the family names them; `weight_map` completes them
-    skipped   beginnings of the names of tensors that are not read, as those of multi-token prediction
+    kept, skipped   beginnings of the names of tensors that alone are read, and of those that are not
     embedding_factor, logits_factor   on the embeddings and on the logits, for families that have such factors
     renamed   parts of names of tensors as transformers saves them in its own layout, and as the weight map has them
     stacked_form   how the checkpoint packs tensors that hold all experts in four bits; None: it does not
     norm_offset   added to the weights of norms, for families that store their distance from it
     skipped_parts   parts of the checkpoint that are not served, in words, as its vision tower
-    kept      beginnings of the names of the tensors that are the model's own; no other tensor is read
     mtp       the checkpoint's head for multi-token prediction as a model of one layer; None: no head that can be run
+    pooling   how prompts become vectors or scores; None: the model generates
+    has_logits, num_labels   whether the head of the vocabulary is loaded; classes of the classification head, or 0
     """
 
     model_type: str
@@ -322,6 +324,9 @@ class ModelConfig:
     skipped_parts: tuple[str, ...] = ()
     kept: tuple[str, ...] = ("",)
     mtp: "ModelConfig | None" = None
+    pooling: PoolingSpec | None = None
+    has_logits: bool = True
+    num_labels: int = 0
 
     @property
     def num_layers(self) -> int:

@@ -28,6 +28,7 @@ class ScheduledBatch:
     logits_seqs      int64 [L], index of the sequence of each row with logits
     logits_behind    int64 [L], how many rows the sequence has behind this row
     draft_token_ids  int64 [L], the draft that each draw verifies, or NO_DRAFT; None: no sequence has several draws
+    pooled_seqs      indices of the sequences that give hidden states for their vectors, or end with them
     admitted         sequences that moved into their rows since the last launched step
     decodes_next     a sequence with a new token may go on, and so decodes in the next step
     state_copies     (source slot, target slot) of states of linear attention, to copy in this order before the forward
@@ -43,6 +44,7 @@ class ScheduledBatch:
     logits_seqs: np.ndarray
     logits_behind: np.ndarray
     draft_token_ids: np.ndarray | None
+    pooled_seqs: list[int]
     admitted: list[Sequence]
     decodes_next: bool
     state_copies: tuple[tuple[int, int], ...]
@@ -83,6 +85,7 @@ class ScheduledBatch:
             logits_seqs=logits_seqs,
             logits_behind=logits_behind,
             draft_token_ids=drafts,
+            pooled_seqs=_pooled(parts) if any(part.gives_hidden for part in others) else [],
             admitted=list(admitted),
             decodes_next=any(part.num_logits and _goes_on(part.seq) for part in parts),
             state_copies=state_copies,
@@ -99,6 +102,10 @@ class ScheduledBatch:
     def forward_mode(self) -> ForwardMode:
         """EXTEND, DECODE, MIXED or IDLE."""
         return ForwardMode.of(len(self.seqs), self.num_single_rows)
+
+
+def _pooled(parts: list[ScheduledSequence]) -> list[int]:
+    return [index for index, part in enumerate(parts) if part.gives_hidden]
 
 
 def _goes_on(seq: Sequence) -> bool:

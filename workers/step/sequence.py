@@ -34,6 +34,8 @@ class ScheduledSequence:
 
     num_new          tokens that the step computes, one row of the forward each
     num_logits       how many of these rows, the last ones, give logits, from each of which a token is drawn
+    hidden_rows      which of these rows, from 0, give hidden states for the vector of the sequence
+    ends_vector      the vector is complete after this part
     draft_token_ids  all tokens but the first of a VERIFY part; the draw of the row before a draft verifies the draft
     """
 
@@ -42,6 +44,13 @@ class ScheduledSequence:
     num_new: int
     num_logits: int
     draft_token_ids: tuple[int, ...] = ()
+    hidden_rows: range = range(0)
+    ends_vector: bool = False
+
+    @property
+    def gives_hidden(self) -> bool:
+        """Whether the part adds to the vector of the sequence, or ends it."""
+        return self.ends_vector or bool(self.hidden_rows)
 
 
 @dataclass(eq=False, slots=True)
@@ -125,10 +134,11 @@ class Sequence:
 
     @property
     def ends_with_pending(self) -> bool:
-        """Whether the pending token is the last token, whichever it is."""
-        return (
-            self.num_pending > 0 and len(self.token_ids) + self.num_pending >= self.max_num_tokens
-        )
+        """Whether the pending token is the last token, whichever it is, or a launched step makes the vector."""
+        if not self.num_pending:
+            pooling = self.request.pooling
+            return pooling is not None and self.num_computed_tokens == len(self.token_ids)
+        return len(self.token_ids) + self.num_pending >= self.max_num_tokens
 
     def finish_reason(self) -> FinishReason | None:
         """Return the reason why the token just appended is the last token, or None."""

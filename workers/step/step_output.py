@@ -1,6 +1,6 @@
 """The results of one forward for the sequences of its batch, from the runner to the scheduler. No tensors.
 
-B sequences, D hidden size.
+B sequences.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class StepOutput:
     counts           how many of token_ids each sequence has, one number for each of the B sequences
     logprobs         one for each of token_ids, None for a request without logprobs; None if no request wants them
     prompt_logprobs  by request id, for prompts that this step completed; None if there are none
-    hidden_states    float32 [D] for each of the B sequences, None for a request without; None if no request wants any
+    vectors          float32 [n] for each of the B sequences, None where no vector is complete; None if all are None
     drafts           by index of a sequence with new tokens, tokens that may follow them; None: no draft model
     expert_load      None in steps that do not read it
     """
@@ -40,7 +40,7 @@ class StepOutput:
     counts: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] | None = None
-    hidden_states: list[np.ndarray | None] | None = None
+    vectors: list[np.ndarray | None] | None = None
     times: RunTimes = RunTimes()
     drafts: dict[int, tuple[int, ...]] | None = None
     expert_load: LoadSample | None = None
@@ -53,6 +53,7 @@ class StepOutput:
         logprobs: list[TokenLogprobs | None] | None = None,
         *,
         prompt_logprobs: dict[str, list[TokenLogprobs | None]] | None = None,
+        vectors: list[np.ndarray | None] | None = None,
         times: RunTimes = RunTimes(),
         drafts: dict[int, tuple[int, ...]] | None = None,
         expert_load: LoadSample | None = None,
@@ -75,6 +76,7 @@ class StepOutput:
             counts=counts,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            vectors=vectors,
             times=times,
             drafts=drafts,
             expert_load=expert_load,

@@ -90,7 +90,7 @@ def copy_files(
     _check_space(folder, lacking)
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
         copies = [
-            threads.submit(_copy_file, address, folder / name, facts.size, bar)
+            threads.submit(_copy_file, address, folder, name, facts.size, bar)
             for name, facts in lacking.items()
         ]
         try:
@@ -127,9 +127,11 @@ def _check_space(folder: Path, lacking: Mapping[str, FileFacts]) -> None:
         )
 
 
-def _copy_file(address: CopyAddress, target: Path, size: int, bar: _Bar) -> None:
+def _copy_file(address: CopyAddress, folder: Path, name: str, size: int, bar: _Bar) -> None:
     """Copy one file. A process that copies the same file into a shared folder waits for the first."""
+    target = folder / name
     part = _part_of(target)
+    part.parent.mkdir(exist_ok=True)
     with part.open("a+b") as out:
         fcntl.flock(out, fcntl.LOCK_EX)
         if target.exists():  # the other process has copied it; `part` may be a new, empty file
@@ -138,7 +140,7 @@ def _copy_file(address: CopyAddress, target: Path, size: int, bar: _Bar) -> None
             return
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                if _continue(address, target.name, out.fileno(), size, bar):
+                if _continue(address, name, out.fileno(), size, bar):
                     break
                 os.truncate(out.fileno(), 0)
                 reason = "its SHA-256 differs from that of the source"

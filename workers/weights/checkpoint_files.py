@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.hub import DESCRIPTION, INDEX_FILE, SINGLE_FILE
+from workers.hub import DESCRIPTION, INDEX_FILE, MODULE_CONFIGS, SINGLE_FILE
 
 SAMPLE_BYTES = 64 * 1024
 NUM_SAMPLES = 64
@@ -45,6 +45,7 @@ def find_files(folder: Path, *, weights: bool) -> CheckpointFiles:
     names = {"config.json"}
     for pattern in DESCRIPTION:
         names.update(path.name for path in folder.glob(pattern))
+    names.update(path.relative_to(folder).as_posix() for path in folder.glob(MODULE_CONFIGS))
     if weights:
         names.update(_weight_names(folder))
     found = {name: file_facts(folder / name) for name in names if (folder / name).is_file()}

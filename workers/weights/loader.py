@@ -26,6 +26,8 @@ from workers.weights.reader import SlotSource, fill_slots
 from workers.weights.slots import FourBitSlot, Progress, SlottedModel
 from workers.weights.tensors import rank_weights
 
+ROOT = "model."  # of all names but heads; a checkpoint that was saved from the base model has names without it
+HEADS = ("lm_head.", "score.")
 ROPE_TABLE = ".rotary_emb.inv_freq"  # old checkpoints hold it; it follows from config.json
 
 __all__ = ["CheckpointError", "load_weights"]
@@ -75,7 +77,11 @@ def load_weights(
 def _headers(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Return the entries of all tensors that are kept and not skipped, under the names of the weight map."""
     found = {}
-    for name, tensor in read_headers(folder).items():
+    stored = read_headers(folder)
+    of_base = not any(name.startswith(ROOT) for name in stored)
+    for name, tensor in stored.items():
+        if of_base and not name.startswith(HEADS):
+            name = ROOT + name
         kept = name.startswith(config.kept) and not name.startswith(config.skipped)
         if kept and not name.endswith(ROPE_TABLE):
             found[mapped_name(name, config.renamed)] = tensor

@@ -16,7 +16,7 @@ import zmq
 
 from kernels.host.owned import start_thread
 from workers.wire.numbering import UNCHECKED, ReceivedStream, split
-from workers.wire.request import EngineRequest, SamplingParams
+from workers.wire.request import EngineRequest, PoolingParams, SamplingParams
 from workers.wire.secure_socket import Sender, StreamAddress, listen, new_context
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,9 @@ def _refuse(message: Any, receiver: Receiver, error: str) -> bool:
 
 
 def _fields(request: EngineRequest) -> dict[str, Any]:
-    return {**vars(request), "params": vars(request.params)}
+    pooling = request.pooling
+    found = {**vars(request), "params": vars(request.params)}
+    return found if pooling is None else found | {"pooling": vars(pooling)}
 
 
 def _request(fields: dict[str, Any]) -> EngineRequest:
@@ -218,6 +220,9 @@ def _request(fields: dict[str, Any]) -> EngineRequest:
     params["allowed_token_ids"] = None if allowed is None else tuple(array("i", allowed))
     params["bad_words_ids"] = tuple(tuple(array("i", word)) for word in words)
     fields["params"] = SamplingParams(**params)
+    if fields["pooling"] is not None:
+        pooled = tuple(array("i", fields["pooling"]["token_ids"]))
+        fields["pooling"] = PoolingParams(**fields["pooling"] | {"token_ids": pooled})
     request = EngineRequest(**fields)
     for token_ids in (request.prompt_token_ids, request.emitted_token_ids):
         array("i", token_ids)  # raises if one is no integer

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 MAX_EXPECTED_OUTPUT = 512
 """Bounds the output that a request is expected to have, because most answers end long before a large max_tokens: a chat
 without max_tokens may fill the context, and would count as much as a dozen other requests."""
@@ -59,9 +61,48 @@ class SamplingParams:
         )
 
 
+PoolingRows = Literal["last", "mean", "cls"]
+PoolingOutput = Literal["embedding", "classes", "tokens"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingParams:
+    """The vector that a request ends with, in the place of tokens. The ingress validates; the rank trusts.
+
+    rows         tokens of the prompt with hidden states that count: the last one, the mean of all, the first one
+    output       embedding = the pooled state; classes = the logits of the classification head; tokens = the logit of
+                 the one token of `token_ids`, or the logit of the second token less that of the first
+    dimensions   of an embedding, the first values that are kept; None = all
+    normalize    divide an embedding by its length, after the cut
+    """
+
+    rows: PoolingRows = "last"
+    output: PoolingOutput = "embedding"
+    token_ids: tuple[int, ...] = ()
+    dimensions: int | None = None
+    normalize: bool = False
+
+    def hidden_rows(self, start: int, end: int, *, last: bool) -> range:
+        """Return the rows of a step that count, from 0, if the step computes the tokens from `start` to `end`.
+
+        last   it computes the last token of the prompt
+        """
+        if self.rows == "mean":
+            return range(end - start)
+        if self.rows == "cls":
+            return range(int(start == 0))
+        return range(end - start - last, end - start)
+
+
+NO_OUTPUT = SamplingParams(max_tokens=0)
+"""Sampling parameters of a request with PoolingParams, which draws no token."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
     """One sequence to continue. `ingress_id` names the stream that carries its new tokens.
+
+    pooling            the sequence ends with its prompt and answers with a vector; None: it generates
 
     priority           smaller values run first; equal values run in order of arrival
     cache_salt         only requests of one salt share cached prefixes
@@ -74,10 +115,18 @@ class EngineRequest:
     ingress_id: str
     prompt_token_ids: list[int]
     params: SamplingParams = field(repr=False)
+    pooling: PoolingParams | None = None
     priority: int = 0
     cache_salt: str = ""
     emitted_token_ids: list[int] = field(default_factory=list)
     on_trial: bool = False
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Return whether rows count that a hit in the prefix cache leaves out, until the first output was sent."""
+        if self.pooling is not None:
+            return self.pooling.rows != "last"
+        return self.params.prompt_logprobs is not None
 
     @property
     def is_probe(self) -> bool:
@@ -117,8 +166,9 @@ class RequestOutput:
     logprobs           one entry for each of `token_ids`, if requested
     prompt_logprobs    in the first output, if requested: one entry for each prompt token, None for the first token
     num_cached_tokens  in the first output: prompt tokens found in the prefix cache
-    times              in the last output of a request with tokens
+    times              in the last output of a request with tokens or a vector
     drafts             drafts of the step that the model confirmed, and that it did not; None: the step had none
+    vector             float32 [n], in the one output of a request with PoolingParams
     """
 
     request_id: str
@@ -130,6 +180,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
     drafts: tuple[int, int] | None = None
+    vector: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def begins(self) -> bool:
@@ -152,6 +203,7 @@ def merge(outputs: list[RequestOutput]) -> RequestOutput:
         first.num_cached_tokens,
         last.times,
         (sum(d[0] for d in drafts), sum(d[1] for d in drafts)) if drafts else None,
+        last.vector,
     )
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from cluster.api.answer.detokenizer import NoText, TextStream
 from cluster.api.answer.logprobs import TokenReport
 from cluster.api.answer.message_parser import MessageParser
+from cluster.api.answer.pooled_vector import PooledVector
 from cluster.api.answer.reasoning import ThoughtCounter
-from workers.wire.request import SamplingParams
+from workers.wire.request import PoolingParams, SamplingParams
 
 
 @dataclass(slots=True)
@@ -20,17 +21,19 @@ class Choice:
     parser  makes a chat message of the text; None = the text is the content
     thought counts the tokens of the thought at the beginning; None = the answer has no thought
     num_accepted, num_rejected   drafts that the model confirmed, and that it did not
+    pooling makes the vector that is the answer; None = the answer has tokens
     """
 
     index: int
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    text: TextStream | NoText
+    text: TextStream | NoText | PooledVector
     echo: str = ""
     report: TokenReport | None = None
     parser: MessageParser | None = None
     thought: ThoughtCounter | None = None
+    pooling: PoolingParams | None = None
     num_cached_tokens: int = 0
     num_accepted: int = 0
     num_rejected: int = 0
@@ -85,9 +88,14 @@ class Generation:
 
     @property
     def has_details(self) -> bool:
-        """Whether stream items carry more than text and finish reason."""
+        """Whether the answer carries more than text and finish reason."""
         choice = self.choices[0]
-        return self.continuous_usage or choice.report is not None or choice.parser is not None
+        return (
+            self.continuous_usage
+            or choice.report is not None
+            or choice.parser is not None
+            or choice.pooling is not None
+        )
 
     @property
     def num_completion_tokens(self) -> int:

@@ -19,7 +19,6 @@ from cluster.api.request.grammar_check import GrammarChecker
 from cluster.api.request.protocol import (
     ChatRequest,
     CompletionRequest,
-    GenerationRequest,
     check_text,
 )
 from cluster.api.request.sender import Sender
@@ -72,7 +71,7 @@ class GenerationFactory:
             choices=await self._choices(draft, run_id),
             num_choices_per_prompt=request.n or 1,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in draft.prompts),
-            routing=_routing(request, backend, sender),
+            routing=routing_of(request.priority, request.cache_salt, backend, sender),
             grammar_param=draft.output.param,
         )
 
@@ -119,15 +118,17 @@ def _shown(request: CompletionRequest | ChatRequest) -> Shown | None:
     return shown if shown.anything else None
 
 
-def _routing(request: GenerationRequest, backend: EngineBackend, sender: Sender) -> dict[str, Any]:
-    """Return the options that the request sets; the backend has the defaults."""
+def routing_of(
+    priority: int | None, cache_salt: str | None, backend: EngineBackend, sender: Sender
+) -> dict[str, Any]:
+    """Return the options that a request sets; the backend has the defaults."""
     routing: dict[str, Any] = {}
-    if request.priority:
+    if priority:
         _check_routes(sender, "priority")
-        routing["priority"] = request.priority
-    if request.cache_salt:
-        check_text(request.cache_salt, "cache_salt")
-    if salt := ":".join(filter(None, (sender.salt, request.cache_salt))):
+        routing["priority"] = priority
+    if cache_salt:
+        check_text(cache_salt, "cache_salt")
+    if salt := ":".join(filter(None, (sender.salt, cache_salt))):
         routing["cache_salt"] = salt
     rank = sender.headers.get(RANK_HEADER)
     if rank is not None:

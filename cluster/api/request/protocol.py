@@ -25,7 +25,7 @@ _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _Request = TypeVar("_Request", bound="GenerationRequest")
 
 
-def _needs(name: str) -> Callable[[dict[str, Any]], None]:
+def needs(name: str) -> Callable[[dict[str, Any]], None]:
     """Mark a field as required in the OpenAPI document."""
 
     def change(schema: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    model_config = ConfigDict(json_schema_extra=_needs("prompt"))
+    model_config = ConfigDict(json_schema_extra=needs("prompt"))
 
     prompt: Any = Field(
         None,
@@ -187,31 +187,13 @@ class CompletionRequest(GenerationRequest):
 
     def prompts(self) -> list[str | list[int]]:
         """Return `prompt` as a list of texts or of lists of token ids."""
-        prompt = self.prompt
-        if prompt is None:
-            raise BadRequestError(
-                "prompt is missing", param="prompt", code="missing_required_parameter"
-            )
-        if isinstance(prompt, str):
-            return [prompt]
-        if isinstance(prompt, list) and prompt:
-            if all(isinstance(item, str) for item in prompt):
-                return prompt
-            if _are_token_ids(prompt):
-                return [prompt]
-            if all(isinstance(item, list) and _are_token_ids(item) for item in prompt):
-                return prompt
-        raise BadRequestError(
-            "prompt must be a string, a list of strings, a list of token ids, or a list of lists "
-            "of token ids, and not an empty list",
-            param="prompt",
-        )
+        return parse_prompts(self.prompt, "prompt")
 
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    model_config = ConfigDict(json_schema_extra=_needs("messages"))
+    model_config = ConfigDict(json_schema_extra=needs("messages"))
 
     messages: Any = Field(None, description="[{role, content}]", json_schema_extra=MESSAGES)
     max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
@@ -289,6 +271,26 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     """Check types and bounds of a chat request."""
     refuse_unsupported(body, CHAT)
     return _parse(ChatRequest, body)
+
+
+def parse_prompts(value: Any, param: str) -> list[str | list[int]]:
+    """Return the value of the field `param` as a list of texts or of lists of token ids."""
+    if value is None:
+        raise BadRequestError(f"{param} is missing", param=param, code="missing_required_parameter")
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return value
+        if _are_token_ids(value):
+            return [value]
+        if all(isinstance(item, list) and _are_token_ids(item) for item in value):
+            return value
+    raise BadRequestError(
+        f"{param} must be a string, a list of strings, a list of token ids, or a list of lists "
+        "of token ids, and not an empty list",
+        param=param,
+    )
 
 
 def check_text(text: str, param: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from cluster.api.backend import EngineBackend
 from cluster.api.settings import ApiSettings
 from cluster.errors import EngineDeadError, ServingError
-from workers.wire.request import PROBE_PREFIX, SamplingParams
+from workers.wire.request import NO_OUTPUT, PROBE_PREFIX, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,8 @@ class Readiness:
         """Probe all unproven ranks at once; return the reason if a rank is not ready, else ""."""
         counting = asyncio.create_task(self._busy_steps(backend))
         probes = {
-            rank: asyncio.create_task(_one_token(backend, rank)) for rank in self._unproven(backend)
+            rank: asyncio.create_task(self._one_answer(backend, rank))
+            for rank in self._unproven(backend)
         }
         await asyncio.wait(probes.values(), timeout=self._settings.probe_timeout_s)
         silent = {rank for rank, probe in probes.items() if probe.cancel()}
@@ -90,6 +91,22 @@ class Readiness:
             return f"no token in {self._settings.probe_timeout_s:g} s from rank {names}"
         self._proven |= dict.fromkeys(probes, time.monotonic())
         return ""
+
+    async def _one_answer(self, backend: EngineBackend, rank: int) -> None:
+        """Get a token of a rank, or a vector if the model makes vectors."""
+        pooling = self._settings.pooling
+        options: dict[str, Any] = {"priority": PROBE_PRIORITY, "rank": rank}
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        if pooling is not None:
+            params, options["pooling"] = NO_OUTPUT, pooling.warm_up_params()
+        outputs = backend.generate(f"{PROBE_PREFIX}{uuid.uuid4().hex}", [0], params, **options)
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.finish_reason in ("error", "abort"):
+                    raise EngineDeadError(output.error or "the engine ended a probe")
+                if output.finish_reason is not None:
+                    return
+        raise EngineDeadError("the engine ended a probe without an answer")
 
     async def _busy_steps(self, backend: EngineBackend) -> dict[int, int]:
         """Return the steps with tokens of each rank so far; {} if the ranks do not answer."""
@@ -116,16 +133,3 @@ def _state(group: dict[str, Any]) -> str:
 
 def _busy(stats: dict[str, Any]) -> int:
     return int(stats.get("steps", 0) - stats.get("idle_steps", 0))
-
-
-async def _one_token(backend: EngineBackend, rank: int) -> None:
-    params = SamplingParams(max_tokens=1, temperature=0.0)
-    request_id = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
-    outputs = backend.generate(request_id, [0], params, priority=PROBE_PRIORITY, rank=rank)
-    async with aclosing(outputs):
-        async for output in outputs:
-            if output.finish_reason in ("error", "abort"):
-                raise EngineDeadError(output.error or "the engine ended a probe")
-            if output.finish_reason is not None:
-                return
-    raise EngineDeadError("the engine ended a probe without an answer")
