@@ -70,6 +70,7 @@ class Eagle3Head(LayerStack):
     def compute_logits(self, states_LD: torch.Tensor) -> torch.Tensor:
         """Return float32 [L, d] of rows of forward's result."""
         normed_LD = states_LD if self._eagle.norm_output else self.norm(states_LD)
+        assert self.lm_head is not None, "the target has no logits"
         return self.lm_head(normed_LD).float()
 
     def draft(self, states_LD: torch.Tensor) -> torch.Tensor:
