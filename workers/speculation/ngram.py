@@ -12,10 +12,10 @@ from workers.speculation.drafter import Drafter, Guesses
 from workers.step.sequence import Sequence
 
 NGRAM = 3
-"""Tokens by which a place is found. Two tokens find many wrong places; behind an edit, more tokens find one later."""
+"""Tokens by which a place is found. Fewer tokens find more places; behind an edit, more tokens find one later."""
 
 MAX_INDEXED = 1 << 17
-"""Last tokens of prompt and prediction that are searched: to sort them takes 12 ms, once for a request."""
+"""Last tokens of prompt and prediction that are searched, which bounds the time to sort them, once for a request."""
 
 _BITS = 21
 _LIMIT = 1 << _BITS  # ids of all vocabularies are below it
