@@ -219,6 +219,7 @@ def _request(fields: dict[str, Any]) -> EngineRequest:
     allowed, words = params["allowed_token_ids"], params["bad_words_ids"]
     params["allowed_token_ids"] = None if allowed is None else tuple(array("i", allowed))
     params["bad_words_ids"] = tuple(tuple(array("i", word)) for word in words)
+    params["prediction_token_ids"] = tuple(array("i", params["prediction_token_ids"]))
     fields["params"] = SamplingParams(**params)
     if fields["pooling"] is not None:
         pooled = tuple(array("i", fields["pooling"]["token_ids"]))
