@@ -39,13 +39,8 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     dtype = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
     length = config.model.max_model_len
     max_model_len = model_config.max_position_embeddings if length == "auto" else length
-    model = config.model.model_copy(
-        update={
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            **_head(config, model_config.pooling),
-        }
-    )
+    resolved = {"dtype": dtype, "max_model_len": max_model_len}
+    model = config.model.model_copy(update=resolved | _head(config, model_config.pooling))
     cache, linear_specs = config.cache, model_config.linear_specs
     if cache.state_dtype == "auto" and linear_specs:
         cache = cache.model_copy(update={"state_dtype": linear_specs[0].state_dtype})

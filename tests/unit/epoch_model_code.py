@@ -149,7 +149,7 @@ def received(
             errors.append(error)
 
     receiver._listener = SimpleNamespace(deliver=deliver)
-    receiver._take(message)
+    assert receiver._take(json.loads(message)[1], message)
     assert not errors, errors
     return requests_of(client, requests)
 

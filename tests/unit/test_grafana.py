@@ -26,7 +26,8 @@ def dashboard() -> dict:
 def exported() -> dict[str, set[str]]:
     """Name of every sample that a server renders -> its labels."""
     stats = [{**RANK_STATS, "rank": rank} for rank in range(2)]
-    text = filled_metrics().render(stats, groups=[rebuilding().to_json()]).decode()
+    group = {**rebuilding().to_json(), "rank_slowdowns": [1.0, 4.0], "slow_ranks": [1]}
+    text = filled_metrics().render(stats, groups=[group]).decode()
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -79,10 +79,12 @@ def _headers(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     found = {}
     stored = read_headers(folder)
     of_base = not any(name.startswith(ROOT) for name in stored)
-    for name, tensor in stored.items():
+    for stored_name, tensor in stored.items():
+        name = stored_name
         if of_base and not name.startswith(HEADS):
             name = ROOT + name
-        kept = name.startswith(config.kept) and not name.startswith(config.skipped)
+        skipped = any(it.startswith(config.skipped) for it in (stored_name, name))
+        kept = name.startswith(config.kept) and not skipped
         if kept and not name.endswith(ROPE_TABLE):
             found[mapped_name(name, config.renamed)] = tensor
     return found
