@@ -21,7 +21,7 @@ class EagerGraphs(StepGraphs):
         batch = self._builder.build(cuda_graphs._IDLE, key.rows, graph=True)
         logits_TV = self._logits_TV[: key.rows] if key.mode.gives_logits else None
         replay = SimpleNamespace(replay=lambda: self._forward(batch, key))
-        return ForwardGraph(replay, self._hidden_TD[: key.rows], logits_TV, None)
+        return ForwardGraph(replay, self._hidden_TD[: key.rows], logits_TV, None, {})
 
 
 class EagerPlanner:
