@@ -11,7 +11,8 @@ SCALE = ("cluster.ranks",)
 # What new rank processes read; everything else is read by the ingresses or the supervisor, which go on. A change
 # comes over HTTP, so no setting is among them that names a path or code, or chooses the weights.
 RESTART = (
-    *("scheduler", "cache", "overlap", "speculation", "model.dtype", "model.routing"),
+    *("scheduler", "cache", "overlap", "model.dtype", "model.routing"),
+    *("speculation.method", "speculation.num_draft_tokens", "speculation.adaptive"),
     *("kernels.all2all", "kernels.grouped_gemm", "kernels.attention", "kernels.linear_attention"),
     *("cluster.threads_per_rank", "cluster.vote_timeout_s"),
 )
