@@ -15,7 +15,7 @@ from workers.models.registry import load_model_config
 SAMPLES = [
     # family, ranks, all-to-all, drafts, tokens of a step, asynchronous, ranks with requests
     ("glm4_moe", 2, "shm", 3, 32, False, 1),
-    ("deepseek_v3", 2, "allgather", 4, 64, True, 2),
+    pytest.param(*("deepseek_v3", 2, "allgather", 4, 64, True, 2), marks=pytest.mark.exhaustive),
 ]
 FAMILIES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "eagle3")
 LIMITS = ((1, 48, 1), (2, 16, 2), (5, 64, 4))  # drafts, tokens of a step, ranks with requests

@@ -110,7 +110,7 @@ def traffic(seed: int, num_steps: int, num_ranks: int) -> list[Event]:
 @pytest.mark.parametrize(
     ("all2all", "asynchronous", "ubatch", "adaptive", "num_steps"),
     [
-        ("shm", True, False, False, 150),
+        ("shm", True, False, False, 80),
         pytest.param("shm", False, True, True, 2000, marks=pytest.mark.exhaustive),
         pytest.param("allgather", True, True, False, 500, marks=pytest.mark.exhaustive),
         pytest.param("torch_dist", False, False, False, 500, marks=pytest.mark.exhaustive),
