@@ -16,6 +16,17 @@ from workers.step.sequence import Sequence
 few_tokens = st.lists(st.integers(0, 2), max_size=14)
 
 
+def test_a_step_without_rows_has_a_time():
+    """A line through the origin gave none, and the costs of drafts were divided by it."""
+    costs = DraftCosts()
+    for rows in (1, 2, 3):
+        costs.observe(rows, 0, 0.01 * rows)
+    assert np.isfinite(costs.expected(0, 2)).all()
+    unmoved = StepTimes()  # the clock did not move
+    unmoved.observe(2, 0.0)
+    assert unmoved.expected(2) > 0
+
+
 def sequence(prompt: list[int], prediction: tuple[int, ...] = (), output: list[int] = ()):
     seq = Sequence.from_request(
         make_request("a", prompt, prediction_token_ids=prediction, max_tokens=100)

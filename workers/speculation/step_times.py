@@ -14,6 +14,8 @@ ROW_SHARE = 0.3
 PRIOR_VARIANCE = 0.1
 """Variance of rows from which measurements count as much as ROW_SHARE."""
 
+LEAST_S = 1e-9
+"""Least expected time: a line through the origin has none for no rows."""
 
 SMOOTHING = 0.1
 """Weight of a step with drafts in their mean excess."""
@@ -61,7 +63,7 @@ class StepTimes:
         """Return the expected seconds of a step; without measurements, in an unknown unit."""
         if not self.known:
             return 1 - ROW_SHARE + ROW_SHARE * rows
-        return self._seconds + self.seconds_per_row * (rows - self._rows)
+        return max(LEAST_S, self._seconds + self.seconds_per_row * (rows - self._rows))
 
 
 class DraftCosts:
