@@ -74,7 +74,7 @@ def demand_too_many_nodes(bed: Bed) -> None:
     assert server.process.wait(90) == 1
     print(f"too many nodes: {time.monotonic() - started:.1f} s")
     lines = server.log.splitlines()
-    assert any("no room for 4 rank(s) on 4 node(s)" in line for line in lines), server.log
+    assert any("no capacity for 4 rank(s) on 4 node(s)" in line for line in lines), server.log
     for host in bed.hosts:
         assert any(host.address in line and line.rstrip().endswith("room") for line in lines)
 
