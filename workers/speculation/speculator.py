@@ -68,7 +68,7 @@ class Speculator:
         seqs         sequences that take drafts
         num_decodes  sequences that decode in the step, these among them
         """
-        if not seqs:
+        if not num_decodes:
             return
         # With a draft for each sequence, tokens rise by the share of right guesses.
         costs = self._costs.expected(num_decodes, max(1, num_decodes))
