@@ -12,6 +12,7 @@ from workers.config import SpeculationConfig
 from workers.sampling.token_sampling import uniforms
 from workers.step.scheduled_batch import NO_DRAFT, ScheduledBatch
 from workers.step.sequence import Sequence
+from workers.step.step_output import count_draws
 
 
 class SyntheticAcceptance:
@@ -23,17 +24,12 @@ class SyntheticAcceptance:
     def counts(self, batch: ScheduledBatch) -> np.ndarray:
         """Return how many draws of each sequence count, int64 [B]. Call it at the launch of a batch with drafts."""
         assert batch.draft_token_ids is not None, "no sequence has drafts"
-        firsts_B = batch.num_logits.cumsum() - batch.num_logits
-        place_L = np.arange(len(batch.logits_seqs)) - firsts_B[batch.logits_seqs]
+        place_L = batch.logits_places
         keys_B = np.array([_key(seq) for seq in batch.seqs], dtype=np.uint64)
         known_B = np.array([len(seq.token_ids) for seq in batch.seqs], dtype=np.int64)
         drawn_L = uniforms(keys_B[batch.logits_seqs], known_B[batch.logits_seqs] + place_L)
         chance_L = self._lengths[np.minimum(place_L, len(self._lengths) - 1)]
-        ends = np.flatnonzero((batch.draft_token_ids == NO_DRAFT) | (drawn_L >= chance_L))
-        firsts_L = firsts_B[batch.logits_seqs]
-        counts = np.zeros(len(firsts_B), dtype=np.int64)
-        counts[batch.logits_seqs] = ends[ends.searchsorted(firsts_L)] - firsts_L + 1
-        return counts
+        return count_draws(batch, (batch.draft_token_ids == NO_DRAFT) | (drawn_L >= chance_L))
 
 
 def _key(seq: Sequence) -> int:

@@ -92,6 +92,12 @@ class ScheduledBatch:
         )
 
     @property
+    def logits_places(self) -> np.ndarray:
+        """int64 [L], the place of each row with logits among those of its sequence, from 0."""
+        places: np.ndarray = self.num_logits[self.logits_seqs] - 1 - self.logits_behind
+        return places
+
+    @property
     def has_prompts(self) -> bool:
         """Whether a sequence of kind PROMPT has several rows."""
         return self.prefill_tokens > 0 and any(

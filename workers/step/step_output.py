@@ -110,17 +110,22 @@ class StepOutput:
 
 def count_verified(batch: ScheduledBatch, drawn_L: np.ndarray) -> np.ndarray:
     """Return how many draws of each sequence count, int64 [B]; the batch has drafts."""
-    starts = batch.num_logits.cumsum() - batch.num_logits
-    ends = np.flatnonzero(drawn_L != batch.draft_token_ids)  # at least the last draw of each
-    firsts = starts[batch.logits_seqs]
-    counts = np.zeros(len(starts), dtype=np.int64)
-    counts[batch.logits_seqs] = ends[ends.searchsorted(firsts)] - firsts + 1
+    return count_draws(batch, drawn_L != batch.draft_token_ids)
+
+
+def count_draws(batch: ScheduledBatch, last_L: np.ndarray) -> np.ndarray:
+    """Return how many draws of each sequence count, int64 [B]: those up to the first of last_L, bool [L].
+
+    At least the last draw of each sequence is one of last_L.
+    """
+    firsts_L = np.arange(len(batch.logits_seqs)) - batch.logits_places
+    ends = np.flatnonzero(last_L)
+    counts = np.zeros(len(batch.num_logits), dtype=np.int64)
+    counts[batch.logits_seqs] = ends[ends.searchsorted(firsts_L)] - firsts_L + 1
     return counts
 
 
 def _kept(batch: ScheduledBatch, counts_B: np.ndarray) -> list[bool]:
     """Return whether each draw is among the first draws of its sequence, as many as count."""
-    firsts_B = batch.num_logits.cumsum() - batch.num_logits
-    places_L = np.arange(len(batch.logits_seqs)) - firsts_B[batch.logits_seqs]
-    kept: list[bool] = (places_L < counts_B[batch.logits_seqs]).tolist()
+    kept: list[bool] = (batch.logits_places < counts_B[batch.logits_seqs]).tolist()
     return kept
