@@ -8,11 +8,18 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from cluster.api.request.field_schemas import MESSAGES, PROMPT
-from cluster.api.request.protocol import as_bad_request, needs
+from cluster.api.request.protocol import (
+    INT32_MAX,
+    CacheSalt,
+    Priority,
+    RequestId,
+    User,
+    as_bad_request,
+    needs,
+)
 from cluster.api.request.unsupported import refuse_unsupported
 from cluster.errors import BadRequestError
 
-_INT32_MAX = 2**31 - 1
 _TEXTS: dict[str, JsonValue] = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
 }
@@ -43,7 +50,7 @@ class PoolingFields(BaseModel):
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,
-        le=_INT32_MAX,
+        le=INT32_MAX,
         description="Most tokens of a prompt; the end is cut. -1 = all that fit.",
     )
     add_special_tokens: bool | None = None
@@ -51,16 +58,10 @@ class PoolingFields(BaseModel):
         None, description="false = raw values: embeddings of any length, logits of classes."
     )
     activation: bool | None = Field(None, description="The older name of use_activation.")
-    priority: int | None = Field(
-        None, ge=-_INT32_MAX, le=_INT32_MAX, description="Smaller ones run first."
-    )
-    cache_salt: str | None = Field(
-        None, min_length=1, description="Prefixes are shared among equal ones only."
-    )
-    request_id: str | None = Field(
-        None, pattern=r"^[\x21-\x7e]{1,200}$", description="Becomes part of the answer's id."
-    )
-    user: Any = Field(None, description="Accepted and ignored.")
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+    request_id: RequestId = None
+    user: User = None
 
     @property
     def activates(self) -> bool | None:
@@ -90,7 +91,7 @@ class EmbeddingRequest(InputFields):
         None, description="base64 = the bytes of float32, little end first."
     )
     dimensions: int | None = Field(
-        None, ge=1, le=_INT32_MAX, description="First values of a Matryoshka embedding."
+        None, ge=1, le=INT32_MAX, description="First values of a Matryoshka embedding."
     )
     normalize: bool | None = Field(None, description="false = embeddings of any length.")
 
@@ -115,7 +116,7 @@ class PairFields(PoolingFields):
 
     instruction: str | None = Field(None, description="For templates that have one.")
     max_tokens_per_doc: int | None = Field(
-        None, ge=1, le=_INT32_MAX, description="Most tokens of a document; the end is cut."
+        None, ge=1, le=INT32_MAX, description="Most tokens of a document; the end is cut."
     )
 
 
@@ -146,7 +147,7 @@ class RerankRequest(PairFields):
         json_schema_extra={"type": "array", "items": _DOCUMENT, "minItems": 1},
     )
     top_n: int | None = Field(
-        None, ge=0, le=_INT32_MAX, description="Results, the best first; 0 = all."
+        None, ge=0, le=INT32_MAX, description="Results, the best first; 0 = all."
     )
     return_documents: bool | None = Field(None, description="false = results without texts.")
 

@@ -14,7 +14,7 @@ from cluster.api.request.messages import parse_messages
 from cluster.api.request.unsupported import CHAT, COMPLETION, refuse_unsupported
 from cluster.errors import BadRequestError, UnsupportedParameterError
 
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 # Some clients send false for none.
 _Count = Annotated[
@@ -22,6 +22,18 @@ _Count = Annotated[
     BeforeValidator(lambda value: None if value is False else value),
 ]
 _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+# Fields of requests of every kind.
+Priority = Annotated[
+    int | None, Field(ge=-INT32_MAX, le=INT32_MAX, description="Smaller ones run first.")
+]
+CacheSalt = Annotated[
+    str | None, Field(min_length=1, description="Prefixes are shared among equal ones only.")
+]
+RequestId = Annotated[
+    str | None,
+    Field(pattern=r"^[\x21-\x7e]{1,200}$", description="Becomes part of the answer's id."),
+]
+User = Annotated[Any, Field(description="Accepted and ignored.")]
 _Request = TypeVar("_Request", bound="GenerationRequest")
 
 
@@ -50,14 +62,14 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str | None = Field(None, description="The served model; may be left out.")
-    n: int | None = Field(None, ge=1, le=_INT32_MAX, description="Choices for each prompt.")
+    n: int | None = Field(None, ge=1, le=INT32_MAX, description="Choices for each prompt.")
     best_of: int | None = Field(None, description="Accepted when it equals n.")
     min_tokens: int | None = Field(
-        None, ge=0, le=_INT32_MAX, description="The output does not end before; <= max_tokens."
+        None, ge=0, le=INT32_MAX, description="The output does not end before; <= max_tokens."
     )
     temperature: _Number | None = Field(None, ge=0, le=2, description="0 = greedy.")
     top_p: _Number | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=_INT32_MAX, description="0 or -1 = off.")
+    top_k: int | None = Field(None, ge=-1, le=INT32_MAX, description="0 or -1 = off.")
     min_p: _Number | None = Field(None, ge=0, le=1)
     presence_penalty: _Number | None = Field(None, ge=-2, le=2)
     frequency_penalty: _Number | None = Field(None, ge=-2, le=2)
@@ -81,7 +93,7 @@ class GenerationRequest(BaseModel):
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,
-        le=_INT32_MAX,
+        le=INT32_MAX,
         description="Number of tokens to keep, from the end; -1 = all that fit.",
     )
     prompt_logprobs: _Count = Field(None, description="Alternatives; not with stream.")
@@ -91,16 +103,10 @@ class GenerationRequest(BaseModel):
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = Field(
-        None, ge=-_INT32_MAX, le=_INT32_MAX, description="Smaller ones run first."
-    )
-    cache_salt: str | None = Field(
-        None, min_length=1, description="Prefixes are shared among equal ones only."
-    )
-    request_id: str | None = Field(
-        None, pattern=r"^[\x21-\x7e]{1,200}$", description="Becomes part of the answer's id."
-    )
-    user: Any = Field(None, description="Accepted and ignored.")
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+    request_id: RequestId = None
+    user: User = None
     response_format: dict[str, Any] | None = Field(
         None, description="{type: text | json_object | json_schema, json_schema: {schema}}"
     )
@@ -158,7 +164,7 @@ class CompletionRequest(GenerationRequest):
         json_schema_extra=PROMPT,
     )
     max_tokens: int | None = Field(
-        None, ge=0, le=_INT32_MAX, description="0 only with echo: nothing but the prompt."
+        None, ge=0, le=INT32_MAX, description="0 only with echo: nothing but the prompt."
     )
     echo: bool | None = Field(None, description="Begin with the prompt.")
     logprobs: _Count = Field(None, description="Alternatives for each token.")
@@ -196,8 +202,8 @@ class ChatRequest(GenerationRequest):
     model_config = ConfigDict(json_schema_extra=needs("messages"))
 
     messages: Any = Field(None, description="[{role, content}]", json_schema_extra=MESSAGES)
-    max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
-    max_completion_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
+    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, description="Alternatives; needs logprobs.")
     echo: bool | None = Field(None, description="Begin with the last message if the assistant's.")
