@@ -107,7 +107,10 @@ async def disturb(
     failures: list[Failure],
     until: float,
 ) -> None:
-    """Cause failures, one in `options.every_s` on average, until that time, or until the server is lost."""
+    """Cause failures, one in `options.every_s` on average, until that time.
+
+    A failure that does not go as its kind says counts as a failed answer.
+    """
     rng = random.Random(options.seed)
     kinds = drawn(options.faults, rng)
     at = time.monotonic()
@@ -122,7 +125,7 @@ async def disturb(
             failures.append(await cause_one(victim, kind, rng))
         except (AssertionError, LookupError, httpx.HTTPError, psutil.Error) as error:
             found.failed.append(f"failure {kind}: {error!r}")
-            return
+            print(found.failed[-1], flush=True)
 
 
 def drawn(kinds: Sequence[str], rng: random.Random) -> Iterator[str]:
