@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.config import KernelsConfig
@@ -13,15 +13,7 @@ from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from workers import hub
 from workers.log import LogFormat, LogLevel
 from workers.parallel import ParallelDims
-
-Auto = Literal["auto"]
-PositiveInt = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    """A frozen section of the YAML that refuses unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from workers.section import Auto, PositiveInt, Section
 
 
 class RoutingConfig(Section):

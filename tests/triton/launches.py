@@ -248,6 +248,20 @@ def _skinny_linear(at: Inputs, *, fp8: bool) -> None:
         skinny_linear(x.contiguous(), blocks if fp8 else weights)
 
 
+def _lora(at: Inputs) -> None:
+    """Two slots of two parts, for rows of which a slice of the batch names the slots."""
+    from kernels.lora.product import LoraWeights
+    from kernels.triton.lora_expand import lora_expand
+    from kernels.triton.lora_shrink import lora_shrink
+
+    new: dict[str, Any] = {"dtype": torch.bfloat16, "device": at.device}
+    a_SQK, b_SNr = torch.zeros(2, 32, WIDTH, **new), torch.zeros(2, 3 * WIDTH, 16, **new)
+    weights = LoraWeights(a_SQK, b_SNr, ((0, WIDTH, 0), (WIDTH, 3 * WIDTH, 1)))
+    h_ZTQ = lora_shrink(at.rows(WIDTH), a_SQK, at.slice(), weights.rank)
+    tiles = torch.zeros(3, 3, dtype=torch.int32, device=at.device)
+    lora_expand(at.rows(3 * WIDTH), h_ZTQ, b_SNr, at.slice(), tiles)
+
+
 CASES: dict[str, Callable[[Inputs], None]] = {
     "list_pages": partial(list_pages, padded=False),
     "list_pages_for_graphs": partial(list_pages, padded=True),
@@ -283,6 +297,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     **launches_four_bit.CASES,
     "skinny_linear": partial(_skinny_linear, fp8=False),
     "skinny_linear_fp8": partial(_skinny_linear, fp8=True),
+    "lora": _lora,
     "push": _push,
     "penalise": _penalise,
     "decodes": partial(decodes, cut=False),

@@ -94,7 +94,7 @@ class MoeBlock:
         slots_TK = self.expert_map.to_slots(topk_idx_TK)
         pending = self.all2all.dispatch(h_TD, slots_TK, topk_weights_TK)
         if self.shared is not None:  # computed while the rows travel
-            residual_TD = self.shared.add_to(residual_TD, h_TD)
+            residual_TD = self.shared.add_to(residual_TD, h_TD, batch.adapters)
         expert_input = pending.wait()
         if self.expert_load.watching:
             self.expert_load.add(expert_input.offs_e)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from kernels.backends.select import Selection
-from workers.config import Auto, SchedulerConfig
+from workers.config import SchedulerConfig
+from workers.section import Auto
 from workers.step.step_sync import GRAPH_ROWS, ForwardMode, GraphMode
 
 # Rows up to which a step with prompts is bound by reading weights, so that one size an octave is enough.

@@ -1,0 +1,161 @@
+"""Where the matrices of an adapter lie in a slot: one flat array of the model's dtype, for every product with adapters.
+
+A product of the model joins modules of the checkpoint, as q, k and v. Each module is a part with an A of its own; the
+rows of B lie as the rows of the weight do, in the order that the weight map gives them. Needs the weight map alone.
+
+N outputs and K inputs of a product, r the largest rank, P parts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from workers.adapters.peft_folder import AdapterError, LoraPair, named
+from workers.lora_config import LoraConfig
+from workers.specs.model import ModelConfig, weight_map
+from workers.specs.weight_map import WeightEntry, mapped_name
+from workers.weights.tensors import DENSE
+
+ALIGNMENT = 64  # values, so that every matrix begins at a multiple of 128 bytes
+LAYERS = "layers."
+# What stands before `layers.` in names of modules: of causal models, of base models, and of those with other towers.
+ROOTS = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
+LATENT_KEYS = ".attention.kv_up"
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of the model: `parameter` is the path of its weight, `modules` name its parts.
+
+    entries    tensors of the weight, each with the part that it belongs to
+    rows, columns   N and K
+    a, b       where A [P * r, K] and B [N, r] begin in a slot
+    """
+
+    parameter: str
+    modules: tuple[str, ...]
+    entries: tuple[tuple[WeightEntry, int], ...]
+    rows: int
+    columns: int
+    a: int
+    b: int
+
+    @property
+    def linear(self) -> str:
+        """The path of the layer that multiplies."""
+        return self.parameter.removesuffix(".weight")
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int, int], ...]:
+        """(first row, end row, part) of B, in rising order."""
+        blocks = ((*(entry.rows or (0, self.rows)), part) for entry, part in self.entries)
+        return tuple(sorted(blocks))
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """All products with adapters; `size` values of a slot."""
+
+    products: tuple[Product, ...]
+    rank: int
+    size: int
+    config: ModelConfig
+    targets: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: ModelConfig, lora: LoraConfig) -> "AdapterLayout":
+        """Return the layout of a model's adapters."""
+        found: dict[str, list[WeightEntry]] = {}
+        for entry in weight_map(config):
+            if _target(entry) in lora.targets:
+                found.setdefault(entry.parameter, []).append(entry)
+        products, end = [], 0
+        for parameter, entries in found.items():
+            modules = tuple(dict.fromkeys(module_of(entry) for entry in entries))
+            placed = tuple((entry, modules.index(module_of(entry))) for entry in entries)
+            rows, columns = sum(entry.num_rows for entry in entries), entries[0].columns
+            a = end
+            b = _aligned(a + len(modules) * lora.max_rank * columns)
+            end = _aligned(b + rows * lora.max_rank)
+            products.append(Product(parameter, modules, placed, rows, columns, a, b))
+        return cls(tuple(products), lora.max_rank, end, config, tuple(lora.targets))
+
+    @cached_property
+    def parts(self) -> Mapping[str, tuple[Product, int]]:
+        """Product and part of each module, by its name from `layers.` on."""
+        return {
+            module: (product, part)
+            for product in self.products
+            for part, module in enumerate(product.modules)
+        }
+
+    def place(self, pairs: Mapping[str, LoraPair]) -> dict[str, tuple[Product, int]]:
+        """Return product and part of each pair, by its name. Raises AdapterError for pairs that fit nowhere."""
+        placed, unknown = {}, []
+        for name, pair in pairs.items():
+            found = self.parts.get(self._module(name))
+            if found is None:
+                unknown.append(name)
+                continue
+            product, part = found
+            self._check(name, pair, product, part)
+            placed[name] = found
+        if unknown:
+            raise AdapterError(self._unknown(unknown))
+        return placed
+
+    def _module(self, name: str) -> str:
+        """Return the name of a module from `layers.` on, as the weight map has it; as it is for other modules."""
+        name = mapped_name(f"{name}.weight", self.config.renamed).removesuffix(".weight")
+        root, found, rest = name.partition(LAYERS)
+        return f"{found}{rest}" if found and root in ROOTS else name
+
+    def _check(self, name: str, pair: LoraPair, product: Product, part: int) -> None:
+        entry = next(entry for entry, its_part in product.entries if its_part == part)
+        outputs = entry.shape[1 if entry.transposed else 0]
+        if (pair.inputs, pair.outputs) != (product.columns, outputs):
+            raise AdapterError(
+                f"{name}: the adapter has {pair.inputs} inputs and {pair.outputs} outputs, the model "
+                f"{product.columns} and {outputs}: it was made for another model"
+            )
+        if pair.rank > self.rank:
+            raise AdapterError(
+                f"{name}: rank {pair.rank} is above lora.max_rank ({self.rank}); set lora.max_rank: {pair.rank}"
+            )
+
+    def _unknown(self, names: list[str]) -> str:
+        """Explain why there is no place for these modules."""
+        known = {_name(module) for module in self.parts}
+        text = f"no place for {named(names)}; adapters may change {', '.join(sorted(known))}"
+        everything = {module_of(entry): entry for entry in weight_map(self.config)}
+        entries = [
+            everything[module] for module in map(self._module, names) if module in everything
+        ]
+        if any(entry.parameter.endswith(LATENT_KEYS) for entry in entries):
+            text += "; latent attention multiplies kv_b_proj head by head, so it takes no adapter"
+        missing = {_target(entry) for entry in entries} - {None, *self.targets}
+        if missing:
+            text += f"; add {', '.join(sorted(map(str, missing)))} to lora.targets"
+        return text
+
+
+def module_of(entry: WeightEntry) -> str:
+    """Return the name of an entry's module from `layers.` on."""
+    name = entry.name.removesuffix(".weight")
+    return name[name.find(LAYERS) :] if LAYERS in name else name
+
+
+def _target(entry: WeightEntry) -> str | None:
+    """Return the member of lora.targets that an entry belongs to; None: it takes no adapter."""
+    if entry.expert is not None or not entry.parameter.endswith((*DENSE, "attention.ba.weight")):
+        return None
+    return "attention" if ".attention." in entry.parameter else "mlp"
+
+
+def _name(module: str) -> str:
+    """Return a module's name without the number of its layer."""
+    return module.split(".", 2)[2]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,48 @@
+"""The `lora` section of the YAML: memory for LoRA adapters, and the adapters of the start."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from workers.section import Section
+
+
+class AdapterConfig(Section):
+    """One adapter of the YAML."""
+
+    name: str = Field(min_length=1, description="Value of `model` in requests for the adapter.")
+    path: str = Field(
+        description="Folder that PEFT has saved, relative to the YAML's folder, or a name on the Hub."
+    )
+
+
+LoraTarget = Literal["attention", "mlp"]
+
+
+class LoraConfig(Section):
+    """LoRA adapters, chosen by the `model` of a request."""
+
+    max_loras: int = Field(
+        0,
+        ge=0,
+        le=32,
+        description="Adapters in the memory of a rank's device, and so of the sequences that run at once; 0 = no LoRA.",
+    )
+    max_cpu_loras: int = Field(
+        32,
+        ge=1,
+        le=10_000,
+        description="Adapters of the server, which each rank keeps in host memory.",
+    )
+    max_rank: int = Field(
+        16, ge=1, le=256, description="Largest rank; smaller ones take as much memory."
+    )
+    targets: list[LoraTarget] = Field(
+        ["attention", "mlp"],
+        min_length=1,
+        description="What adapters may change, for which memory is reserved: attention = projections of attention, "
+        "latent attention and gated delta nets; mlp = dense MLPs and shared experts.",
+    )
+    adapters: list[AdapterConfig] = Field(
+        default_factory=list, description="Adapters that the server has from its start."
+    )
