@@ -12,6 +12,7 @@ from kernels.interface.config import KernelsConfig
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from workers import hub
 from workers.log import LogFormat, LogLevel
+from workers.lora_config import LoadedAdapter, LoraConfig
 from workers.parallel import ParallelDims
 from workers.section import Auto, PositiveInt, Section
 
@@ -303,7 +304,10 @@ class SpeculationConfig(Section):
         return 1 if self.method == "off" else 1 + self.num_draft_tokens
 
 
-_OF_EPOCH = ("num_ranks", "num_nodes", "threads", "vote_timeout_s", "log_level", "log_format")
+_OF_EPOCH = (
+    *("num_ranks", "num_nodes", "threads", "vote_timeout_s", "log_level", "log_format"),
+    "adapters",
+)
 _OF_EPOCH_IN_SECTIONS = (("kernels", "all2all"), ("model", "routing"))
 
 
@@ -316,6 +320,8 @@ class RankConfig(Section):
     kernels: KernelsConfig
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    adapters: tuple[LoadedAdapter, ...] = ()
     num_ranks: int = Field(ge=1)
     num_nodes: int = Field(1, ge=1)
     network: str | None = Field(

@@ -1,9 +1,11 @@
 """The `lora` section of the YAML: memory for LoRA adapters, and the adapters of the start."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
+from workers import hub
 from workers.section import Section
 
 
@@ -46,3 +48,23 @@ class LoraConfig(Section):
     adapters: list[AdapterConfig] = Field(
         default_factory=list, description="Adapters that the server has from its start."
     )
+
+
+class LoadedAdapter(Section):
+    """An adapter of a running server. No two have one id, also one after another under one name.
+
+    path       absolute folder, or a name on the Hub
+    revision   commit of a name on the Hub; None for a folder
+    """
+
+    id: int
+    name: str
+    path: str
+    revision: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder on this machine."""
+        if self.revision is None:
+            return Path(self.path)
+        return hub.snapshot_folder(self.path, self.revision)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from workers.adapters.peft_folder import AdapterError, LoraPair, named
+from workers.config import RankConfig
 from workers.lora_config import LoraConfig
 from workers.specs.model import ModelConfig, weight_map
 from workers.specs.weight_map import WeightEntry, mapped_name
-from workers.weights.tensors import DENSE
+from workers.weights.tensors import DENSE, DTYPE_BYTES
 
 ALIGNMENT = 64  # values, so that every matrix begins at a multiple of 128 bytes
 LAYERS = "layers."
@@ -137,6 +138,15 @@ class AdapterLayout:
         if missing:
             text += f"; add {', '.join(sorted(map(str, missing)))} to lora.targets"
         return text
+
+
+def slots_bytes(model: ModelConfig, ranks: RankConfig) -> int:
+    """Return the bytes of the slots of adapters on each rank; 0 without LoRA."""
+    if not ranks.lora.max_loras:
+        return 0
+    dtype = ranks.model.dtype
+    assert dtype != "auto", "a RankConfig has the checkpoint's dtype in its place"
+    return ranks.lora.max_loras * AdapterLayout.of(model, ranks.lora).size * DTYPE_BYTES[dtype]
 
 
 def module_of(entry: WeightEntry) -> str:

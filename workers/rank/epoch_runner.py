@@ -27,6 +27,7 @@ from workers.runner.graph_sizes import GraphSizes
 from workers.runner.model_runner import ModelRunner
 from workers.scheduler.scheduler import Scheduler
 from workers.speculation.synthetic import acceptance_of
+from workers.step.adapter_slots import AdapterSlots
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class RunnerMaker:
             backends = replace(backends, attention=attention)
             model = model.with_backends(backends)
         scheduler = Scheduler(config.scheduler, cache, process.max_model_len)
+        if (store := process.adapters) is not None:
+            scheduler.adapters = AdapterSlots(
+                config.lora.max_loras, store.__contains__, store.write
+            )
         runner = ModelRunner(
             model,
             backends,
@@ -63,6 +68,7 @@ class RunnerMaker:
             ubatches=self.ubatches.wrapper(self.model),
             drafts=None if self.draft is None else self.draft.passes(scheduler, process.device),
             acceptance=acceptance_of(config.speculation),
+            adapters=process.adapters is not None,
         )
         return runner, scheduler
 
@@ -84,6 +90,7 @@ class RunnerMaker:
             windows=self.process.model_config.window is not None,
             num_drafts=config.speculation.rows_per_seq - 1,
             pooling=self.process.pooling,
+            adapters=self.process.adapters is not None,
         )
 
     def graph_sizes(self) -> GraphSizes:
@@ -129,7 +136,7 @@ class RunnerMaker:
             runner,
             scheduler,
             graph_sizes,
-            weight_bytes=process.weight_bytes(),
+            weight_bytes=process.weight_bytes() + process.adapter_bytes,
             kv_bytes=steps.num_blocks * process.caches.block_bytes,
             state_bytes=process.caches.state_bytes,
         )

@@ -98,7 +98,7 @@ class StepGraphs:
         self._max_seqs = max_seqs
         self._graphs: dict[tuple[GraphKey, GraphForm], ForwardGraph] = {}
         self._postponed: set[GraphKey] = set()
-        self._ran_forms: set[tuple[bool, GraphForm]] = set()
+        self._ran_forms: set[tuple[bool, bool, GraphForm]] = set()
         self._stream = _capture_stream(model.device)
         planners: list[GraphPlanner | UBatchWrapper] = [self._whole]
         if ubatches is not None:
@@ -132,7 +132,7 @@ class StepGraphs:
         """
         now = set(keys)
         if self.on_demand:
-            largest = {(key.mode, key.ubatch): key for key in sorted(now)}
+            largest = {(key.mode, key.ubatch, key.adapters): key for key in sorted(now)}
             self._postponed |= now
             now = set(largest.values())
         return self.capture(now, progress)
@@ -180,10 +180,10 @@ class StepGraphs:
             if progress is not None:
                 progress(done, len(forms))
             # Forms of one size differ only in attention's kernel, which takes any number of rows.
-            known = key in ran and (key.ubatch, form) in self._ran_forms
+            known = key in ran and (key.ubatch, key.adapters, form) in self._ran_forms
             self._graphs[key, form] = self._capture(key, form, run=not known)
             ran.add(key)
-            self._ran_forms.add((key.ubatch, form))
+            self._ran_forms.add((key.ubatch, key.adapters, form))
         torch.cuda.synchronize(self._model.device)
         torch.cuda.empty_cache()  # eager runs on the stream of captures leave their memory with that stream
         if progress is not None:
@@ -238,7 +238,7 @@ class StepGraphs:
         """Capture one graph. With `run` the forward first runs eagerly, so that kernels compile and allocate there."""
         if not self._graphs:  # a pool is freed with its last graph
             self._pool = torch.cuda.graph_pool_handle()
-        batch = self._builder.build(_IDLE, key.rows, graph=True)
+        batch = self._builder.build(_IDLE, key.rows, graph=True, adapters=key.adapters)
         decodes = AttentionBatch.dummy_decodes(min(key.rows, self._max_seqs), self._model.device)
         self._planner(key).plan_graph(decodes, key.rows, form)
         graph = torch.cuda.CUDAGraph()

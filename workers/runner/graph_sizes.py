@@ -24,20 +24,25 @@ class GraphsUnavailableError(ValueError):
 
 
 class GraphKey(NamedTuple):
-    """A captured forward: the steps it serves, its rows, and whether it runs in ubatches."""
+    """A captured forward: the steps it serves, its rows, whether it runs in ubatches and adds adapters' products."""
 
     mode: GraphMode
     rows: int
     ubatch: bool = False
+    adapters: bool = False
 
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Rows of the graphs that every rank has, ascending, of DECODE, MIXED and VERIFY steps."""
+    """Rows of the graphs that every rank has, ascending, of DECODE, MIXED and VERIFY steps.
+
+    adapters   each graph exists without and with the products of adapters
+    """
 
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
     verify: tuple[int, ...] = ()
+    adapters: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.mixed)
@@ -50,7 +55,8 @@ class GraphSizes:
             parts.append(f"{self.verify[-1]} rows of decodes with drafts ({_count(self.verify)})")
         if self.mixed:
             parts.append(f"steps of up to {self.mixed[-1]} tokens ({_count(self.mixed)})")
-        return " and ".join(parts)
+        text = " and ".join(parts)
+        return f"{text}, without and with adapters" if self.adapters else text
 
     @property
     def largest(self) -> int:
@@ -66,7 +72,8 @@ class GraphSizes:
         """Return the keys of all graphs of whole steps."""
         decodes = [GraphKey(GraphMode.DECODE, rows) for rows in self.decode]
         verify = [GraphKey(GraphMode.VERIFY, rows) for rows in self.verify]
-        return [*decodes, *verify, *(GraphKey(GraphMode.MIXED, rows) for rows in self.mixed)]
+        found = [*decodes, *verify, *(GraphKey(GraphMode.MIXED, rows) for rows in self.mixed)]
+        return found + [key._replace(adapters=True) for key in found if self.adapters]
 
     def key(
         self, forward_mode: ForwardMode, num_tokens: int, ubatch: bool = False
@@ -128,12 +135,14 @@ def graphs_to_capture(
     mixed: bool,
     rows_per_seq: int = 1,
     decodes: bool = True,
+    adapters: bool = False,
 ) -> GraphSizes:
     """Return the sizes of a rank's graphs; none where graphs are off or unavailable.
 
     mixed          whether the attention can be captured with prompts
     rows_per_seq   most rows of a sequence that decodes, its drafts included; from 2 on there are VERIFY graphs
     decodes        whether the model decodes
+    adapters       whether sequences may have adapters
 
     Raises GraphsUnavailableError if the configuration demands graphs that are unavailable.
     """
@@ -150,7 +159,7 @@ def graphs_to_capture(
         verify = _cut(sizes, max_verify) if max_verify else ()
     if not decodes:
         decode = verify = ()
-    return GraphSizes(decode, all_steps if mixed else (), verify)
+    return GraphSizes(decode, all_steps if mixed else (), verify, adapters)
 
 
 def _cut(sizes: Sequence[int], max_rows: int) -> tuple[int, ...]:

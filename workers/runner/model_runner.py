@@ -46,6 +46,7 @@ class ModelRunner:
     graphs         captured forwards, for plans with a `graph_mode`
     drafts         passes of a draft model behind each step; None: there is none
     acceptance     of drafts in place of a comparison with the draws
+    adapters       sequences may have adapters
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ModelRunner:
         ubatches: UBatchWrapper | None = None,
         drafts: DraftPasses | None = None,
         acceptance: SyntheticAcceptance | None = None,
+        adapters: bool = False,
     ):
         self.model = model
         self.drafts, self._acceptance = drafts, acceptance
@@ -90,7 +92,13 @@ class ModelRunner:
         if asynchronous:
             self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._builder = ForwardBatchBuilder(
-            table, cache, max_num_tokens, max_num_seqs, device, last_tokens=self._last_tokens
+            table,
+            cache,
+            max_num_tokens,
+            max_num_seqs,
+            device,
+            adapters=adapters,
+            last_tokens=self._last_tokens,
         )
 
     @torch.inference_mode()
@@ -104,7 +112,9 @@ class ModelRunner:
         started = time.perf_counter()
         self._admit(scheduled)
         num_rows = plan.tokens_to_run(self._rank)
-        batch = self._builder.build(scheduled, num_rows, graph=key is not None)
+        batch = self._builder.build(
+            scheduled, num_rows, graph=key is not None, adapters=plan.adapters
+        )
         self._copy_states(scheduled.state_copies)
         forward = self._plan(batch, plan, key)
         mask = self._start_mask(scheduled) if self._met_grammar else None
@@ -280,7 +290,7 @@ class ModelRunner:
         if not plan.graph_mode:
             return None
         assert self.graphs is not None, "a step replays graphs, but there are none"
-        key = GraphKey(plan.graph_mode, plan.padded_tokens, plan.ubatch)
+        key = GraphKey(plan.graph_mode, plan.padded_tokens, plan.ubatch, plan.adapters)
         self.graphs.require(key)
         return key
 
