@@ -9,6 +9,7 @@ from kernels.backends.memory import backend_memory
 from kernels.backends.select import Selection
 from kernels.interface.backend import BackendShape
 from kernels.interface.kv_layout import kv_block_bytes
+from workers.adapters.layout import slots_bytes
 from workers.config import RankConfig
 from workers.models.draft_config import load_draft_config
 from workers.rank.device_memory import size
@@ -25,6 +26,7 @@ class RankRow:
 
     kv_bytes       KV cache; None if the rank measures the size when it starts
     state_bytes    states of linear attention, of running sequences and of prefixes
+    adapter_bytes  slots of LoRA adapters
     buffer_bytes   backends and the largest step
     ubatch_bytes   further all-to-alls and attentions of ubatches, 0 without ubatches
     graph_bytes    memory pool of the CUDA graphs, 0 without graphs; CUDA's own memory for each graph is measured later
@@ -40,12 +42,14 @@ class RankRow:
     ubatch_bytes: int
     graph_bytes: int
     state_bytes: int = 0
+    adapter_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
         """All memory but the KV cache."""
         return (
             self.state_bytes
+            + self.adapter_bytes
             + self.weight_bytes
             + self.buffer_bytes
             + self.ubatch_bytes
@@ -91,6 +95,7 @@ def rank_rows(
             node=dims.node(rank),
             device=f"cuda:{dims.local_rank(rank)}" if config.device == "cuda" else "cpu",
             experts=_expert_range(expert_map.experts_of(rank)),
+            adapter_bytes=slots_bytes(model, config),
             weight_bytes=sum(
                 rank_weight_bytes(
                     part,
@@ -132,10 +137,11 @@ def too_little_on_gpu(config: RankConfig, rows: Sequence[RankRow]) -> str | None
     if total is None:
         return None
     row = max(rows, key=lambda row: row.fixed_bytes)
-    buffers = row.fixed_bytes - row.weight_bytes - row.state_bytes
+    buffers = row.fixed_bytes - row.weight_bytes - row.state_bytes - row.adapter_bytes
+    adapters = f"{size(row.adapter_bytes)} for LoRA adapters, " if row.adapter_bytes else ""
     states = f"{size(row.state_bytes)} for states of linear attention, " if row.state_bytes else ""
     needs = (
-        f"rank {row.rank} needs {size(row.weight_bytes)} for weights, {states}"
+        f"rank {row.rank} needs {size(row.weight_bytes)} for weights, {adapters}{states}"
         f"{size(buffers)} for buffers and graphs"
     )
     remedies = "take more ranks (cluster.ranks), lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"

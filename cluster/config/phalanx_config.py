@@ -17,6 +17,7 @@ from workers.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from workers.lora_config import LoraConfig
 from workers.parallel import ParallelDims
 from workers.section import Auto, PositiveInt, Section
 
@@ -130,6 +131,7 @@ class PhalanxConfig(Section):
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
 
 

@@ -1,6 +1,8 @@
 """Fills each `auto` of a configuration from the checkpoint and the machine. Needs torch only to count GPUs."""
 
 import os
+from collections.abc import Iterable
+from functools import cache
 from typing import Literal
 
 from cluster.config.errors import ConfigError, Problem
@@ -13,8 +15,10 @@ from cluster.config.phalanx_config import (
     SchedulerSection,
 )
 from kernels.interface.kv_layout import group_layers, kv_block_bytes, layout_of
+from workers import hub
 from workers.config import CacheConfig, RankConfig, SchedulerConfig, SpeculationConfig
 from workers.kv_cache.demand import KVDemand, sizes_that_fit
+from workers.lora_config import AdapterConfig, LoadedAdapter
 from workers.models.draft_config import load_draft_config
 from workers.models.registry import configured_model
 from workers.specs.model import ModelConfig
@@ -71,6 +75,8 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         kernels=config.kernels,
         overlap=config.overlap,
         speculation=resolve_speculation(config.speculation, model_config),
+        lora=config.lora,
+        adapters=resolve_adapters(config.lora.adapters),
         num_ranks=config.cluster.ranks,
         num_nodes=config.cluster.nodes,
         network=config.cluster.network,
@@ -150,6 +156,20 @@ def resolve_speculation(speculation: SpeculationConfig, model: ModelConfig) -> S
         return speculation
     method = "off" if model.linear_specs else "ngram"
     return speculation.model_copy(update={"method": method})
+
+
+def resolve_adapters(adapters: Iterable[AdapterConfig]) -> tuple[LoadedAdapter, ...]:
+    """The adapters of the start, with ids from 1 on. Raises HubError for a name on the Hub that cannot be fetched."""
+    return tuple(
+        LoadedAdapter(id=number, name=it.name, path=it.path, revision=adapter_revision(it.path))
+        for number, it in enumerate(adapters, start=1)
+    )
+
+
+@cache
+def adapter_revision(path: str) -> str | None:
+    """The commit of an adapter on the Hub, which is fetched; None for a folder."""
+    return None if os.path.isabs(path) else hub.find_adapter(path)
 
 
 def max_num_seqs(config: PhalanxConfig, num_gpus: int) -> int:
