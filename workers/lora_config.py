@@ -9,6 +9,10 @@ from workers import hub
 from workers.section import Section
 
 
+class AdapterError(ValueError):
+    """An adapter that cannot be loaded or unloaded. Defined here, because a supervisor reads it without torch."""
+
+
 class AdapterConfig(Section):
     """One adapter of the YAML."""
 

@@ -3,8 +3,9 @@
 from cluster.config.errors import ConfigError, Problem
 from workers import hub
 from workers.adapters.layout import AdapterLayout
-from workers.adapters.peft_folder import AdapterError, PeftFolder
+from workers.adapters.peft_folder import PeftFolder
 from workers.config import RankConfig
+from workers.lora_config import AdapterError
 from workers.specs.model import ModelConfig
 
 

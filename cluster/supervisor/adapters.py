@@ -15,13 +15,9 @@ from cluster.supervisor.failures import failure_message
 from cluster.supervisor.group import Group
 from cluster.supervisor.saved_state import AdapterState
 from workers import hub
-from workers.lora_config import LoadedAdapter, LoraConfig
+from workers.lora_config import AdapterError, LoadedAdapter, LoraConfig
 
 logger = logging.getLogger(__name__)
-
-
-class AdapterError(ValueError):
-    """An adapter that was not loaded or not unloaded, with the reason."""
 
 
 class UnknownAdapterError(AdapterError):

@@ -11,9 +11,9 @@ from tests.adapter_case import make_adapter
 from tests.checkpoints.families import names_of
 from tests.unit.model_case import SMALL, small_checkpoint
 from workers.adapters.layout import AdapterLayout
-from workers.adapters.peft_folder import AdapterError, PeftFolder
+from workers.adapters.peft_folder import PeftFolder
 from workers.adapters.pools import AdapterPools
-from workers.lora_config import LoraConfig
+from workers.lora_config import AdapterError, LoraConfig
 from workers.models.registry import load_model_config
 
 Q, KV = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj"

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from cluster.errors import BadRequestError, NotFoundError
-from cluster.supervisor.adapters import AdapterError, ServerAdapters
+from cluster.supervisor.adapters import ServerAdapters
 from cluster.supervisor.saved_state import AdapterState
 from tests.unit.client_scene import OfFakes, Scene, run, scene, use_fakes
 from tests.unit.ray_fakes import until
-from workers.lora_config import LoadedAdapter, LoraConfig
+from workers.lora_config import AdapterError, LoadedAdapter, LoraConfig
 
 LORA = {"max_loras": 2, "max_cpu_loras": 2}
 

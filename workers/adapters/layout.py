@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from workers.adapters.peft_folder import AdapterError, LoraPair, named
+from workers.adapters.peft_folder import LoraPair, named
 from workers.config import RankConfig
-from workers.lora_config import LoraConfig
+from workers.lora_config import AdapterError, LoraConfig
 from workers.specs.model import ModelConfig, weight_map
 from workers.specs.weight_map import WeightEntry, mapped_name
 from workers.weights.tensors import DENSE, DTYPE_BYTES

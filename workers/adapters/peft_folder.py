@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from workers.lora_config import AdapterError
+
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
@@ -37,10 +39,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 # Initialisations after which the base model is another one too.
 _CHANGE_BASE = ("pissa", "olora", "corda")
-
-
-class AdapterError(ValueError):
-    """An adapter that cannot be loaded, with the reason."""
 
 
 @dataclass(frozen=True)

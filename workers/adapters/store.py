@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from workers import hub
-from workers.adapters.peft_folder import AdapterError, PeftFolder
+from workers.adapters.peft_folder import PeftFolder
 from workers.adapters.pools import AdapterPools
-from workers.lora_config import LoadedAdapter
+from workers.lora_config import AdapterError, LoadedAdapter
 
 logger = logging.getLogger(__name__)
 
