@@ -85,3 +85,72 @@ def chosen(
     """The modules with these last parts of their names, in layers alone."""
     ends = tuple(f".{ending}" for ending in endings)
     return {name: it for name, it in shapes.items() if "layers." in name and name.endswith(ends)}
+
+
+def make_fused_adapter(
+    folder: Path,
+    layers: Mapping[str, tuple[int, int, int]],
+    *,
+    swapped: bool,
+    rank: int = 2,
+    alpha: float = 8,
+    seed: int = 0,
+) -> Path:
+    """Write a random adapter of all experts' parameters, as PEFT's `target_parameters` does.
+
+    layers    number of experts, width and hidden size, by the module of each layer's experts
+    swapped   as older versions of PEFT have parameters [E, outputs, inputs]: A has the outputs
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, (experts, width, hidden) in layers.items():
+        # The last parameter that was wrapped is the outermost.
+        for path, (outputs, inputs) in (
+            (f"{name}.base_layer", (2 * width, hidden)),
+            (name, (hidden, width)),
+        ):
+            a_width, b_width = (outputs, inputs) if swapped else (inputs, outputs)
+            a = draw(f"{path}A", experts * rank, a_width, seed=seed) / math.sqrt(inputs)
+            b = draw(f"{path}B", b_width, rank * experts, seed=seed) * 0.3
+            tensors[f"base_model.model.{path}.lora_A.weight"] = a
+            tensors[f"base_model.model.{path}.lora_B.weight"] = b
+    save_file(tensors, folder / "adapter_model.safetensors")
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    written = {**CONFIG, "r": rank, "lora_alpha": alpha, "target_modules": []}
+    written["target_parameters"] = parameters
+    (folder / "adapter_config.json").write_text(json.dumps(written))
+    return folder
+
+
+def merge_fused(checkpoint: Path, adapter: Path, to: Path, *, swapped: bool) -> Path:
+    """As `merge`, by PEFT's formula of parameters [E, outputs, inputs], or gpt-oss's [E, inputs, outputs]."""
+    shutil.copytree(checkpoint, to)
+    tensors = load_file(checkpoint / "model.safetensors")
+    pairs = load_file(adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    rank = config["r"]
+    for name, a in pairs.items():
+        if not name.endswith(".lora_A.weight"):
+            continue
+        b = pairs[name.replace("lora_A", "lora_B")]
+        experts = len(a) // rank
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        a, b = a.reshape(experts, rank, -1), b.reshape(len(b), rank, experts)
+        delta = torch.einsum("ore,eri->eio" if swapped else "ore,eri->eoi", b, a)
+        delta = delta * (config["lora_alpha"] / rank)
+        which = "gate_up_proj" if module.endswith(".base_layer") else "down_proj"
+        bare = module.removesuffix(".base_layer")
+        stacked = f"{bare}.{which}"
+        if stacked in tensors:  # gpt-oss has inputs before outputs
+            tensors[stacked] = tensors[stacked] + delta.transpose(1, 2)
+            continue
+        for expert in range(experts):
+            own = delta[expert]
+            parts = {"down_proj": own}
+            if which == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), own.chunk(2), strict=True))
+            for part, values in parts.items():
+                weight = f"{bare}.{expert}.{part}.weight"
+                tensors[weight] = tensors[weight] + values
+    save_file({name: it.contiguous() for name, it in tensors.items()}, to / "model.safetensors")
+    return to

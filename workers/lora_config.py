@@ -22,7 +22,7 @@ class AdapterConfig(Section):
     )
 
 
-LoraTarget = Literal["attention", "mlp"]
+LoraTarget = Literal["attention", "mlp", "experts"]
 
 
 class LoraConfig(Section):
@@ -47,7 +47,8 @@ class LoraConfig(Section):
         ["attention", "mlp"],
         min_length=1,
         description="What adapters may change, for which memory is reserved: attention = projections of attention, "
-        "latent attention and gated delta nets; mlp = dense MLPs and shared experts.",
+        "latent attention and gated delta nets; mlp = dense MLPs and shared experts; experts = routed experts, which "
+        "take far more memory.",
     )
     adapters: list[AdapterConfig] = Field(
         default_factory=list, description="Adapters that the server has from its start."

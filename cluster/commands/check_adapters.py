@@ -15,7 +15,7 @@ def check_adapters(config: RankConfig, model: ModelConfig) -> None:
         return
     layout = AdapterLayout.of(model, config.lora)
     problems = []
-    if not layout.products:
+    if layout.is_empty:
         problems.append(
             Problem(
                 "lora.targets",

@@ -95,7 +95,7 @@ def rank_rows(
             node=dims.node(rank),
             device=f"cuda:{dims.local_rank(rank)}" if config.device == "cuda" else "cpu",
             experts=_expert_range(expert_map.experts_of(rank)),
-            adapter_bytes=slots_bytes(model, config),
+            adapter_bytes=slots_bytes(model, config, rank),
             weight_bytes=sum(
                 rank_weight_bytes(
                     part,

@@ -26,19 +26,32 @@ LIMITS: dict[str, Any] = {
 }
 NUM_ADAPTERS, NUM_TOKENS = 3, 9
 TARGETS = ("q_proj", "v_proj", "o_proj")
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
+EXCHANGES = (
+    *((1, "local"), (2, "shm"), (2, "torch_dist"), (2, "allgather"), (2, "hierarchical")),
+    (3, "shm"),
+)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def made(folder: Path, targets: tuple[str, ...]) -> list[Path]:
     """The checkpoint, then the merged ones of each adapter; `adapters_of` finds the folders."""
-    folder = tmp_path_factory.mktemp("adapters")
     base = small_checkpoint(folder / "model-0")
-    modules = chosen(weight_shapes(base), TARGETS)
+    modules = chosen(weight_shapes(base), targets)
     paths = [base]
     for number in range(1, 1 + NUM_ADAPTERS):
         adapter = make_adapter(folder / f"adapter-{number}", modules, seed=number, alpha=16)
         paths.append(merge(base, adapter, folder / f"model-{number}"))
     return paths
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return made(tmp_path_factory.mktemp("adapters"), TARGETS)
+
+
+@pytest.fixture(scope="module")
+def expert_models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return made(tmp_path_factory.mktemp("expert-adapters"), ("q_proj", *EXPERTS))
 
 
 def adapters_of(models: list[Path]) -> tuple[LoadedAdapter, ...]:
@@ -54,7 +67,8 @@ def with_adapters(models: list[Path], ranks: int, max_loras: int, **changes: Any
     sections = {
         name: {**LIMITS.get(name, {}), **changes.get(name, {})} for name in LIMITS | changes
     }
-    config = rank_config(models[0], ranks, **sections, lora={"max_loras": max_loras})
+    lora = {"max_loras": max_loras, **sections.pop("lora", {})}
+    config = rank_config(models[0], ranks, **sections, lora=lora)
     return config.model_copy(update={"adapters": adapters_of(models)})
 
 
@@ -126,3 +140,24 @@ def test_an_adapter_that_cannot_be_read_refuses_its_requests_alone(
     reasons = {name: reason for result in results for name, reason in result.reasons.items()}
     assert {name for name, reason in reasons.items() if reason == "error"} == {"2-0", "2-1", "2-2"}
     assert "not loaded on this rank" in next(filter(None, (it.errors.get("2-0") for it in results)))
+
+
+@pytest.mark.parametrize(("ranks", "all2all"), EXCHANGES, ids=[f"{n}-{it}" for n, it in EXCHANGES])
+def test_adapters_of_experts_travel_with_the_rows(
+    rank_pool: Any, expert_models: list[Path], ranks: int, all2all: str
+) -> None:
+    """Each rank adds the adapters of its experts to the rows of all ranks; two slots for three adapters."""
+    lora = {"targets": ["attention", "experts"]}
+    changes = {"lora": lora, "kernels": {"all2all": all2all}}
+    if ranks == 3:
+        changes["kernels"] |= {"grouped_gemm": "reference"}
+    config = with_adapters(expert_models, ranks, 2, **changes)
+    found = tokens_of(run_engines(rank_pool, config, events(ranks)))
+    assert found == merged(rank_pool, expert_models)
+
+
+def test_adapters_of_experts_in_ubatches(rank_pool: Any, expert_models: list[Path]) -> None:
+    changes = {"lora": {"targets": ["attention", "experts"]}, "overlap": {"mode": "on"}}
+    config = with_adapters(expert_models, 2, 3, **changes)
+    found = tokens_of(run_engines(rank_pool, config, events(2)))
+    assert found == merged(rank_pool, expert_models)

@@ -15,6 +15,7 @@ from tests.serve.server import OPERATOR_KEY, Server, running
 from tests.unit.model_case import OneRank, make_batch
 
 NAMES = ("fr", "de", "es")
+HEADERS = {"authorization": f"Bearer {OPERATOR_KEY}"}
 PROMPT, NUM_TOKENS = [3, 1, 4, 1, 5], 8
 
 
@@ -22,7 +23,7 @@ PROMPT, NUM_TOKENS = [3, 1, 4, 1, 5], 8
 def folders(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[str, Path]:
     """The folder of each adapter."""
     folder = tmp_path_factory.mktemp("adapters")
-    modules = chosen(weight_shapes(checkpoint), ("q_proj", "k_proj", "v_proj", "o_proj"))
+    modules = chosen(weight_shapes(checkpoint), ("q_proj", "v_proj", "o_proj", "up_proj"))
     return {
         name: make_adapter(folder / name, modules, seed=number, alpha=24)
         for number, name in enumerate(NAMES)
@@ -52,7 +53,11 @@ def greedy(path: Path) -> list[int]:
 def server(
     tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, folders: dict[str, Path]
 ) -> Iterator[Server]:
-    lora = {"max_loras": 2, "adapters": [{"name": "fr", "path": str(folders["fr"])}]}
+    lora = {
+        "max_loras": 2,
+        "targets": ["attention", "experts"],
+        "adapters": [{"name": "fr", "path": str(folders["fr"])}],
+    }
     folder = tmp_path_factory.mktemp("server")
     with running(folder, checkpoint, lora=lora, serve={"replicas": 2}) as server:
         yield server
@@ -68,10 +73,8 @@ def tokens(server: Server, model: str, count: int = NUM_TOKENS) -> list[int]:
 
 
 def operate(server: Server, route: str, **body: Any) -> httpx.Response:
-    headers = {"authorization": f"Bearer {OPERATOR_KEY}"}
-    return httpx.post(
-        f"{server.url}/v1/{route}_lora_adapter", json=body, headers=headers, timeout=60
-    )
+    path = f"{server.url}/v1/{route}_lora_adapter"
+    return httpx.post(path, json=body, headers=HEADERS, timeout=60)
 
 
 def listed(server: Server, *names: str) -> None:
@@ -120,6 +123,12 @@ def test_adapters_come_and_go_and_outlive_failures(
         listed(server, *NAMES)
         models = [("tiny", *NAMES)[number % 4] for number in range(16)]
         wanted = expected | {"es": expected["fr"]}
-        assert [*pool.map(lambda name: tokens(server, name), models)] == [
-            wanted[it] for it in models
-        ]
+        for ranks in (2, 1):  # the one rank takes the experts of the other, with their adapters
+            assert [*pool.map(lambda name: tokens(server, name), models)] == [
+                wanted[it] for it in models
+            ]
+            if ranks == 2:
+                scaled = httpx.post(
+                    f"{server.url}/admin/scale", json={"ranks": 1}, headers=HEADERS, timeout=120
+                )
+                assert scaled.status_code == 200, scaled.text

@@ -262,6 +262,18 @@ def _lora(at: Inputs) -> None:
     lora_expand(at.rows(3 * WIDTH), h_ZTQ, b_SNr, at.slice(), tiles)
 
 
+def _lora_of_experts(at: Inputs) -> None:
+    """As `_lora`, of two experts."""
+    from kernels.triton.lora_expand import lora_expand
+    from kernels.triton.lora_shrink import lora_shrink
+
+    new: dict[str, Any] = {"dtype": torch.bfloat16, "device": at.device}
+    a_SeQK, b_SeNr = torch.zeros(2, 2, 32, WIDTH, **new), torch.zeros(2, 2, 2 * WIDTH, 16, **new)
+    h_ZRQ = lora_shrink(at.rows(WIDTH), a_SeQK, at.slice(), 16, at.slice())
+    tiles = torch.zeros(2, 3, dtype=torch.int32, device=at.device)
+    lora_expand(at.rows(2 * WIDTH), h_ZRQ, b_SeNr, at.slice(), tiles, at.slice())
+
+
 CASES: dict[str, Callable[[Inputs], None]] = {
     "list_pages": partial(list_pages, padded=False),
     "list_pages_for_graphs": partial(list_pages, padded=True),
@@ -298,6 +310,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "skinny_linear": partial(_skinny_linear, fp8=False),
     "skinny_linear_fp8": partial(_skinny_linear, fp8=True),
     "lora": _lora,
+    "lora_of_experts": _lora_of_experts,
     "push": _push,
     "penalise": _penalise,
     "decodes": partial(decodes, cut=False),

@@ -94,9 +94,13 @@ class OneRank:
         backend: type[Attention] | None = None,
         grouped_gemm: GroupedGemm | None = None,
         config: ModelConfig | None = None,
+        expert_adapters: bool = False,
         **options: Any,
     ):
-        """config: of a model with random weights; None: the checkpoint's own. backend: None: a reference."""
+        """config: of a model with random weights; None: the checkpoint's own. backend: None: a reference.
+
+        expert_adapters: rows carry slots of adapters to the experts.
+        """
         drawn = config is not None
         config = self.config = config or load_model_config(path)
         latent = any(spec.mla is not None for spec in config.attention_specs)
@@ -115,12 +119,15 @@ class OneRank:
                     device=device,
                     alignment=grouped_gemm.row_alignment,
                     unaligned_rows=grouped_gemm.unaligned_rows,
+                    dtype=torch.int64,
+                    adapters=expert_adapters,
                 )
             ),
             grouped_gemm,
             self.attention,
             self._linear_attention(max_seqs, dtype, torch.device(device)),
         )
+        backends.all2all.adapters = expert_adapters
         expert_map = ContiguousMap(config.num_experts, 1)
         self.model = DecoderLM(
             config, backends, expert_map=expert_map, rank=0, device=device, dtype=dtype, **options

@@ -56,7 +56,7 @@ def test_prefixes_and_roots_name_one_module(tmp_path: Path) -> None:
 def test_alpha_patterns_scale_single_modules(tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "a", MODULES, alpha=8, alpha_pattern={"1.self_attn.k_proj": 2})
     pairs = PeftFolder.read(folder).pairs
-    assert (pairs[Q].scale, pairs[KV].scale) == (2.0, 0.5)
+    assert (pairs[Q].scale(4), pairs[KV].scale(4)) == (2.0, 0.5)
 
 
 def test_the_digest_follows_both_files(tmp_path: Path) -> None:

@@ -1,20 +1,29 @@
 """Logits with adapters equal those of the model into which the adapter is merged, in every family's products."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.adapter_case import chosen, make_adapter, merge, weight_shapes
+from tests.adapter_case import (
+    chosen,
+    make_adapter,
+    make_fused_adapter,
+    merge,
+    merge_fused,
+    weight_shapes,
+)
 from tests.checkpoints.families import names_of
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
 from tests.unit.test_model_logits import random_ids
 from workers.adapters.layout import AdapterLayout
 from workers.adapters.peft_folder import PeftFolder
 from workers.adapters.pools import AdapterPools
-from workers.lora_config import LoraConfig
+from workers.lora_config import AdapterError, LoraConfig
 
 torch.set_num_threads(1)
 
@@ -57,8 +66,8 @@ LORA = LoraConfig(max_loras=3, max_rank=6)
 
 def rank_with(checkpoint: Path, adapters: list[Path], lora: LoraConfig = LORA) -> OneRank:
     """A model with these adapters in its slots, from 1 on."""
-    rank = OneRank(checkpoint)
-    layout = AdapterLayout.of(rank.config, lora)
+    rank = OneRank(checkpoint, expert_adapters="experts" in lora.targets)
+    layout = AdapterLayout.of(rank.config, lora, range(rank.config.num_experts))
     pools = AdapterPools(layout, lora.max_loras, device=torch.device("cpu"), dtype=rank.model.dtype)
     pools.attach(rank.model)
     for slot, folder in enumerate(adapters, start=1):
@@ -108,3 +117,84 @@ def test_logits_equal_those_of_the_merged_model(tmp_path: Path, family: str) -> 
     changed = (base - found).abs().amax(1) > 1e-4
     lens = torch.tensor([len(ids) for ids in sequences])
     assert torch.equal(changed, torch.tensor(slots).repeat_interleave(lens) > 0)
+
+
+EXPERTS = LoraConfig(max_loras=3, max_rank=6, targets=["attention", "mlp", "experts"])
+SINGLES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "qwen3_moe": ({}, ("q_proj", *MLP)),
+    "mixtral": ({}, ("w1", "w2", "w3")),
+    "deepseek_v3": ({"num_kv_heads": None}, MLP),  # dense MLPs and shared experts too
+}
+
+
+@pytest.mark.parametrize("family", SINGLES)
+def test_adapters_of_single_experts(tmp_path: Path, family: str) -> None:
+    """Of all experts, of one expert alone, and of some products of some experts."""
+    fields, endings = SINGLES[family]
+    absent = {name: None for name in SMALL if names_of(family).get(name, name) is None}
+    checkpoint = small_checkpoint(tmp_path / "base", family=family, **absent, **fields)
+    modules = chosen(weight_shapes(checkpoint), endings)
+    some = {name: it for number, (name, it) in enumerate(modules.items()) if number % 3}
+    adapters = [
+        make_adapter(tmp_path / "a", modules, rank=4),
+        make_adapter(tmp_path / "b", {n: it for n, it in modules.items() if ".3." in n}, seed=1),
+        make_adapter(tmp_path / "c", some, rank=6, seed=2, use_rslora=True),
+    ]
+    assert_equals_merged(tmp_path, checkpoint, adapters, merge)
+
+
+@pytest.mark.parametrize(
+    ("family", "swapped"), [("qwen3_moe", False), ("qwen3_moe", True), ("gpt_oss", False)]
+)
+def test_adapters_of_fused_experts(tmp_path: Path, family: str, swapped: bool) -> None:
+    """`target_parameters`, in both orders of PEFT; gpt-oss has columns before rows, and gate and up in turn."""
+    absent = {name: None for name in SMALL if names_of(family).get(name, name) is None}
+    checkpoint = small_checkpoint(tmp_path / "base", family=family, **absent)
+    layers = {
+        f"model.layers.{number}.mlp.experts": (
+            SMALL["num_experts"],
+            SMALL["moe_intermediate_size"],
+            SMALL["hidden_size"],
+        )
+        for number in (0, 2)
+    }
+    if family == "gpt_oss":
+        layers = {name: (sizes[0], 48, sizes[2]) for name, sizes in layers.items()}
+        checkpoint = small_checkpoint(
+            tmp_path / "wide", family=family, **absent | {"moe_intermediate_size": 48}
+        )
+    adapters = [
+        make_fused_adapter(tmp_path / f"{seed}", layers, swapped=swapped, rank=seed, seed=seed)
+        for seed in (1, 2, 3)
+    ]
+    make_merged = partial(merge_fused, swapped=swapped)
+    if (
+        family == "qwen3_moe"
+    ):  # 2 * 32 is the hidden size, so the order of gate and up does not show
+        with pytest.raises(AdapterError, match="save the experts one by one"):
+            rank_with(checkpoint, adapters, EXPERTS)
+        layers = {name: (sizes[0], 40, sizes[2]) for name, sizes in layers.items()}
+        checkpoint = small_checkpoint(tmp_path / "other", moe_intermediate_size=40)
+        adapters = [
+            make_fused_adapter(tmp_path / f"w{seed}", layers, swapped=swapped, rank=seed, seed=seed)
+            for seed in (1, 2, 3)
+        ]
+    assert_equals_merged(tmp_path, checkpoint, adapters, make_merged)
+
+
+def assert_equals_merged(
+    folder: Path, checkpoint: Path, adapters: list[Path], make_merged: Callable[..., Path]
+) -> None:
+    """Sequences of three adapters and of none in one batch."""
+    sequences, slots = random_ids(1, 1, 1, 9, 2, 5), [3, 0, 1, 2, 1]
+    rank = rank_with(checkpoint, adapters, EXPERTS)
+    found = logits_of(rank, sequences, slots).split([len(ids) for ids in sequences])
+    models = [
+        checkpoint,
+        *(make_merged(checkpoint, it, folder / f"merged-{it.name}") for it in adapters),
+    ]
+    merged = {slot: OneRank(models[slot]) for slot in set(slots)}
+    base = logits_of(rank, sequences).split([len(ids) for ids in sequences])
+    for ids, slot, row, plain in zip(sequences, slots, found, base, strict=True):
+        torch.testing.assert_close(row, logits_of(merged[slot], [ids]), atol=1e-4, rtol=0)
+        assert slot == 0 or (row - plain).abs().max() > 1e-4

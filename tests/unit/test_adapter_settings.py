@@ -1,19 +1,24 @@
 """The section `lora`: problems by key, paths and ids of adapters, memory in `phalanx check`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.commands.check import check
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from cluster.config.resolve import resolve_rank_config
+from kernels.four_bit_format import FourBitFormat
+from kernels.interface.registry import SEAMS, backend_class
 from tests.adapter_case import make_adapter
 from tests.unit.model_case import small_checkpoint
 from workers.adapters.layout import slots_bytes
 from workers.lora_config import LoadedAdapter
 from workers.models.registry import load_model_config
+from workers.rank.backend_choice import backend_shape
 
 Q = {"model.layers.0.self_attn.q_proj": (64, 64)}
 
@@ -46,7 +51,7 @@ def written(folder: Path, lora: str) -> Path:
             ["two adapters have the name 'a'"],
         ),
         ("{max_loras: 1, adapters: [{name: model, path: fr}]}", ["name of the model"]),
-        ("{max_loras: 1, targets: [experts]}", ["lora.targets", "experts"]),
+        ("{max_loras: 1, targets: [norms]}", ["lora.targets", "norms"]),
         ("{max_loras: -1}", ["lora.max_loras"]),
     ],
 )
@@ -80,7 +85,7 @@ def test_check_shows_the_memory_of_the_slots(folder: Path) -> None:
     values = 3 * (8 * 64 * 4 + 8 * (128 + 64))
     assert row.adapter_bytes == 3 * 4 * values
     ranks = resolve_rank_config(config)
-    assert slots_bytes(load_model_config(folder / "model"), ranks) == row.adapter_bytes
+    assert slots_bytes(load_model_config(folder / "model"), ranks, 0) == row.adapter_bytes
     without = check(load_config(written(folder, "{}")), num_api_keys=1)
     assert without.ranks[0].adapter_bytes == 0
     assert row.fixed_bytes - without.ranks[0].fixed_bytes == row.adapter_bytes
@@ -103,3 +108,28 @@ def test_check_refuses_targets_that_the_model_lacks(folder: Path) -> None:
     settings: dict[str, Any] = {"max_loras": 1, "targets": ["mlp"]}
     with pytest.raises(ConfigError, match=r"lora.targets.*the model has no products of mlp"):
         check(load_config(written(folder, str(settings))), num_api_keys=1)
+
+
+def test_backends_that_carry_or_add_no_adapters_of_experts_are_refused(folder: Path) -> None:
+    config = load_config(written(folder, "{max_loras: 1, targets: [experts]}"))
+    shape = backend_shape(resolve_rank_config(config), load_model_config(folder / "model"))
+    assert shape.row_ids == shape.top_k + 1
+    released = {"hidden_size": 2048, "moe_intermediate_size": 768, "fp8_checkpoint": True}
+    shape = replace(shape, num_ranks=2, device="cuda", dtype=torch.bfloat16, **released)
+    shape = replace(shape, four_bit=FourBitFormat("mxfp4", 32))
+    refused = {
+        seam: [
+            name
+            for name in SEAMS[seam]
+            if "lora.targets" in (backend_class(seam, name).unsupported_reason(shape) or "")
+        ]
+        for seam in ("all2all", "grouped_gemm")
+    }
+    assert refused["all2all"] == ["deepep", "deepep_low_latency"]
+    fp8_and_four_bits = {"deepgemm", "deepgemm_fp8", "native_four_bit", "triton_four_bit"}
+    assert set(refused["grouped_gemm"]) == fp8_and_four_bits
+    without = replace(shape, expert_adapters=False)
+    for seam, names in refused.items():
+        for name in names:
+            reason = backend_class(seam, name).unsupported_reason(without)
+            assert "lora.targets" not in (reason or "")

@@ -6,21 +6,23 @@ rows of B lie as the rows of the weight do, in the order that the weight map giv
 N outputs and K inputs of a product, r the largest rank, P parts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from workers.adapters.expert_layout import WRAPPED, ExpertFill, ExpertLayout
 from workers.adapters.peft_folder import LoraPair, named
 from workers.config import RankConfig
 from workers.lora_config import AdapterError, LoraConfig
 from workers.specs.model import ModelConfig, weight_map
-from workers.specs.weight_map import WeightEntry, mapped_name
+from workers.specs.weight_map import QUANTISABLE, WeightEntry, mapped_name
 from workers.weights.tensors import DENSE, DTYPE_BYTES
 
 ALIGNMENT = 64  # values, so that every matrix begins at a multiple of 128 bytes
 LAYERS = "layers."
 # What stands before `layers.` in names of modules: of causal models, of base models, and of those with other towers.
 ROOTS = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
+EXPERTS = "experts"  # of lora.targets
 LATENT_KEYS = ".attention.kv_up"
 
 
@@ -62,13 +64,20 @@ class AdapterLayout:
     size: int
     config: ModelConfig
     targets: tuple[str, ...]
+    experts: ExpertLayout
 
     @classmethod
-    def of(cls, config: ModelConfig, lora: LoraConfig) -> "AdapterLayout":
-        """Return the layout of a model's adapters."""
+    def of(
+        cls, config: ModelConfig, lora: LoraConfig, experts: Sequence[int] = ()
+    ) -> "AdapterLayout":
+        """Return the layout of a model's adapters on a rank with these experts."""
         found: dict[str, list[WeightEntry]] = {}
+        of_experts: dict[str, list[WeightEntry]] = {}
         for entry in weight_map(config):
-            if _target(entry) in lora.targets:
+            target = _target(entry)
+            if target == EXPERTS and target in lora.targets:
+                of_experts.setdefault(entry.parameter.rsplit(".", 1)[0], []).append(entry)
+            elif target in lora.targets:
                 found.setdefault(entry.parameter, []).append(entry)
         products, end = [], 0
         for parameter, entries in found.items():
@@ -79,7 +88,11 @@ class AdapterLayout:
             b = _aligned(a + len(modules) * lora.max_rank * columns)
             end = _aligned(b + rows * lora.max_rank)
             products.append(Product(parameter, modules, placed, rows, columns, a, b))
-        return cls(tuple(products), lora.max_rank, end, config, tuple(lora.targets))
+        routed = ExpertLayout(experts, config.num_experts, lora.max_rank, end)
+        for entries in of_experts.values():
+            routed.add(entries, _from_layers, _aligned)
+        size = end + routed.size
+        return cls(tuple(products), lora.max_rank, size, config, tuple(lora.targets), routed)
 
     @cached_property
     def parts(self) -> Mapping[str, tuple[Product, int]]:
@@ -90,17 +103,25 @@ class AdapterLayout:
             for part, module in enumerate(product.modules)
         }
 
-    def place(self, pairs: Mapping[str, LoraPair]) -> dict[str, tuple[Product, int]]:
-        """Return product and part of each pair, by its name. Raises AdapterError for pairs that fit nowhere."""
-        placed, unknown = {}, []
+    @property
+    def is_empty(self) -> bool:
+        """Whether the model has nothing that adapters may change."""
+        return not self.products and not self.experts.products
+
+    def place(self, pairs: Mapping[str, LoraPair]) -> "Placed":
+        """Return where each pair belongs, by its name. Raises AdapterError for pairs that fit nowhere."""
+        placed, unknown = Placed({}, {}), []
         for name, pair in pairs.items():
-            found = self.parts.get(self._module(name))
-            if found is None:
+            module = self._module(name)
+            found = self.parts.get(module)
+            fills = None if found else self.experts.place(module, name, pair)
+            if found is not None:
+                self._check(name, pair, *found)
+                placed.parts[name] = found
+            elif fills is not None:
+                placed.experts[name] = fills
+            else:
                 unknown.append(name)
-                continue
-            product, part = found
-            self._check(name, pair, product, part)
-            placed[name] = found
         if unknown:
             raise AdapterError(self._unknown(unknown))
         return placed
@@ -126,9 +147,9 @@ class AdapterLayout:
 
     def _unknown(self, names: list[str]) -> str:
         """Explain why there is no place for these modules."""
-        known = {_name(module) for module in self.parts}
+        known = {_name(module) for module in (*self.parts, *self.experts.modules)}
         text = f"no place for {named(names)}; adapters may change {', '.join(sorted(known))}"
-        everything = {module_of(entry): entry for entry in weight_map(self.config)}
+        everything = {module: it for it in weight_map(self.config) for module in _modules_of(it)}
         entries = [
             everything[module] for module in map(self._module, names) if module in everything
         ]
@@ -140,31 +161,56 @@ class AdapterLayout:
         return text
 
 
-def slots_bytes(model: ModelConfig, ranks: RankConfig) -> int:
-    """Return the bytes of the slots of adapters on each rank; 0 without LoRA."""
+@dataclass(frozen=True)
+class Placed:
+    """Where the pairs of an adapter belong, by their names: product and part, or the experts of the rank."""
+
+    parts: dict[str, tuple[Product, int]]
+    experts: dict[str, list[ExpertFill]]
+
+
+def slots_bytes(model: ModelConfig, ranks: RankConfig, rank: int) -> int:
+    """Return the bytes of the slots of adapters on a rank; 0 without LoRA."""
     if not ranks.lora.max_loras:
         return 0
     dtype = ranks.model.dtype
     assert dtype != "auto", "a RankConfig has the checkpoint's dtype in its place"
-    return ranks.lora.max_loras * AdapterLayout.of(model, ranks.lora).size * DTYPE_BYTES[dtype]
+    experts = ranks.dims.expert_map(model.num_experts).experts_of(rank)
+    layout = AdapterLayout.of(model, ranks.lora, experts)
+    return ranks.lora.max_loras * layout.size * DTYPE_BYTES[dtype]
 
 
 def module_of(entry: WeightEntry) -> str:
     """Return the name of an entry's module from `layers.` on."""
-    name = entry.name.removesuffix(".weight")
+    return _from_layers(entry.name.removesuffix(".weight"))
+
+
+def _from_layers(name: str) -> str:
     return name[name.find(LAYERS) :] if LAYERS in name else name
+
+
+def _modules_of(entry: WeightEntry) -> Iterator[str]:
+    """Yield the names that an adapter may have for an entry's module."""
+    yield module_of(entry)
+    fused = entry.name if entry.stacked else entry.fused
+    if fused:
+        module = _from_layers(fused).rsplit(".", 1)[0]
+        yield module
+        yield module + WRAPPED
 
 
 def _target(entry: WeightEntry) -> str | None:
     """Return the member of lora.targets that an entry belongs to; None: it takes no adapter."""
-    if entry.expert is not None or not entry.parameter.endswith((*DENSE, "attention.ba.weight")):
+    if entry.expert is not None:
+        return EXPERTS if entry.kind in QUANTISABLE else None
+    if not entry.parameter.endswith((*DENSE, "attention.ba.weight")):
         return None
     return "attention" if ".attention." in entry.parameter else "mlp"
 
 
 def _name(module: str) -> str:
-    """Return a module's name without the number of its layer."""
-    return module.split(".", 2)[2]
+    """Return a module's name without the numbers of its layer and its expert."""
+    return ".".join("N" if part.isdigit() else part for part in module.split(".")[2:])
 
 
 def _aligned(size: int) -> int:

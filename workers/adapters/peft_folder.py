@@ -35,7 +35,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None, [], {}),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
-    "target_parameters": (None, []),
 }
 # Initialisations after which the base model is another one too.
 _CHANGE_BASE = ("pissa", "olora", "corda")
@@ -48,7 +47,7 @@ class LoraPair:
     rank     rows of A and columns of B
     inputs   columns of A
     outputs  rows of B
-    scale    factor on the product: alpha / rank, or alpha / sqrt(rank) of rsLoRA
+    alpha, rslora   of the factor on the product
     """
 
     a: str
@@ -56,7 +55,12 @@ class LoraPair:
     rank: int
     inputs: int
     outputs: int
-    scale: float
+    alpha: float
+    rslora: bool = False
+
+    def scale(self, rank: int) -> float:
+        """Return the factor on the product of matrices of this rank."""
+        return self.alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 @dataclass(frozen=True)
@@ -159,12 +163,12 @@ def _pairs(
                 f"{file}: lora_A of {module} has {rank} rows and lora_B {columns} columns; expected "
                 "equal numbers"
             )
-        scale = _scale(config, module, rank, file)
-        pairs[module] = LoraPair(found["A"], found["B"], rank, inputs, outputs, scale)
+        alpha, rslora = _alpha(config, module, file), bool(config.get("use_rslora"))
+        pairs[module] = LoraPair(found["A"], found["B"], rank, inputs, outputs, alpha, rslora)
     return pairs
 
 
-def _scale(config: Mapping[str, Any], module: str, rank: int, file: Path) -> float:
+def _alpha(config: Mapping[str, Any], module: str, file: Path) -> float:
     alpha = config.get("lora_alpha", 8)
     patterns = config.get("alpha_pattern") or {}
     for pattern, value in patterns.items():
@@ -177,7 +181,7 @@ def _scale(config: Mapping[str, Any], module: str, rank: int, file: Path) -> flo
             break
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise AdapterError(f"{file}: lora_alpha is {alpha!r}; expected a number")
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return float(alpha)
 
 
 def named(names: list[str]) -> str:

@@ -207,9 +207,10 @@ class RankProcess:
     def _load_adapters(self, gather: Gather | None) -> None:
         """Reserve the slots once, and hold the adapters of the configuration."""
         assert self.model is not None, "the slots belong to the products of the model"
-        if self.adapters is None:
-            lora = self.config.lora
-            layout = AdapterLayout.of(self.model_config, lora)
+        lora, experts = self.config.lora, self.experts
+        if self.adapters is None or self.adapters.pools.layout.experts.experts != experts:
+            self.adapters = None  # its slots have other experts
+            layout = AdapterLayout.of(self.model_config, lora, experts)
             with memory_for("the slots of LoRA adapters", self.adapter_bytes):
                 pools = AdapterPools(layout, lora.max_loras, device=self.device, dtype=self.dtype)
             pools.attach(self.model)
@@ -219,7 +220,7 @@ class RankProcess:
     @property
     def adapter_bytes(self) -> int:
         """Bytes of the slots of adapters on the device."""
-        return slots_bytes(self.model_config, self.config)
+        return slots_bytes(self.model_config, self.config, self.rank)
 
     def _unbound_backends(self) -> select.Backends:
         context = self.backend_context(None)
