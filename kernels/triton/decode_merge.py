@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-
 CHUNKS = 16  # at a time: one after the other, each would wait for memory
 
 
