@@ -39,7 +39,7 @@ class EagerPlanner:
     def form(self, batch, num_rows: int, *, prompts: bool) -> GraphForm:
         return self.forms(num_rows, prompts=prompts)[-1]
 
-    def plan_graph(self, batch, num_rows: int, form: GraphForm) -> None:
+    def plan_graph(self, batch, num_rows: int, form: GraphForm, *, prompts: bool) -> None:
         self._attention.plan(batch)
 
 
