@@ -118,20 +118,26 @@ def traffic(seed: int, num_steps: int, num_ranks: int) -> list[Event]:
 
 
 @pytest.mark.parametrize(
-    ("all2all", "asynchronous", "ubatch", "adaptive", "num_steps"),
+    ("family", "all2all", "asynchronous", "ubatch", "adaptive", "num_steps"),
     [
-        ("shm", True, False, False, 80),
-        pytest.param("shm", False, True, True, 2000, marks=pytest.mark.exhaustive),
-        pytest.param("allgather", True, True, False, 500, marks=pytest.mark.exhaustive),
-        pytest.param("torch_dist", False, False, False, 500, marks=pytest.mark.exhaustive),
+        ("qwen3_moe", "shm", True, False, False, 80),
+        *(
+            pytest.param(family, *case, marks=pytest.mark.exhaustive)
+            for family in ("qwen3_moe", "qwen3_next")
+            for case in (
+                ("shm", False, True, True, 2000),
+                ("allgather", True, True, False, 500),
+                ("torch_dist", False, False, False, 500),
+            )
+        ),
     ],
 )
 def test_random_traffic_with_drafts(
-    rank_pool, tmp_path, all2all, asynchronous, ubatch, adaptive, num_steps
+    rank_pool, tmp_path, family, all2all, asynchronous, ubatch, adaptive, num_steps
 ):
     """Ranks that speculate, that have prompts alone and that are idle; aborts and preemptions."""
     num_ranks = 4
-    checkpoint = make_checkpoint(tmp_path, **SMALL)
+    checkpoint = make_checkpoint(tmp_path, family=family, **SMALL)
     events = traffic(num_steps, num_steps, num_ranks)
     limits = {"model": {"max_model_len": 112}, "cache": {"num_blocks": 28, "block_size": 4}}
     config = rank_config(
