@@ -7,6 +7,7 @@ import pytest
 
 from kernels.attention.base import GraphForm
 from tests.unit.test_drafts import PROMPTS, SALTS, Served, drafts_from, no_drafts, served
+from tests.unit.test_state_drafts import served_states
 from workers.runner import cuda_graphs
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
 from workers.runner.graph_sizes import GraphSizes, decode_sizes, mixed_sizes
@@ -25,10 +26,11 @@ class EagerGraphs(StepGraphs):
 
 
 class EagerPlanner:
-    """Attention without graphs in place of attention with them."""
+    """Attentions without graphs in place of attentions with them."""
 
-    def __init__(self, attention) -> None:
-        self._attention = attention
+    def __init__(self, backends) -> None:
+        found = backends.attention, backends.linear_attention
+        self._attentions = [attention for attention in found if attention is not None]
 
     def reserve_graphs(self, *sizes: int) -> None:
         pass
@@ -39,13 +41,22 @@ class EagerPlanner:
     def form(self, batch, num_rows: int, *, prompts: bool) -> GraphForm:
         return self.forms(num_rows, prompts=prompts)[-1]
 
-    def plan_graph(self, batch, num_rows: int, form: GraphForm) -> None:
-        self._attention.plan(batch)
+    def plan_graph(self, batch, num_rows: int, form: GraphForm, *, prompts: bool) -> None:
+        for attention in self._attentions:
+            attention.plan(batch)
 
 
-@pytest.fixture
-def captured(served: Served, monkeypatch):
+@pytest.fixture(scope="module")
+def of_states(tmp_path_factory):
+    """A server of delta nets."""
+    with served_states(tmp_path_factory.mktemp("states"), "qwen3_next") as server:
+        yield server
+
+
+@pytest.fixture(params=["served", "of_states"])
+def captured(request, monkeypatch):
     """The server with graphs of up to 16 rows."""
+    served: Served = request.getfixturevalue(request.param)
     cuda = SimpleNamespace(
         synchronize=lambda device: None,
         empty_cache=lambda: None,
@@ -54,7 +65,7 @@ def captured(served: Served, monkeypatch):
     monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
     monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
     runner, engine = served.epoch.runner, served.epoch.engine
-    planner = EagerPlanner(runner._backends.attention)
+    planner = EagerPlanner(runner._backends)
     monkeypatch.setattr(cuda_graphs.GraphPlanner, "of", lambda backends: planner)
     sizes = GraphSizes(decode_sizes(3), mixed_sizes(32), decode_sizes(15))
     graphs = EagerGraphs(

@@ -219,7 +219,7 @@ class StepGraphs:
             form = planner.form(batch, key.rows, prompts=prompts)
         graph = self._graphs.get((key, form))
         assert graph is not None, f"a step replays {key}, which was not captured"
-        planner.plan_graph(batch, key.rows, form)
+        planner.plan_graph(batch, key.rows, form, prompts=key.mode == GraphMode.MIXED)
         return graph
 
     def _planner(self, key: GraphKey) -> GraphPlanner | UBatchWrapper:
@@ -240,7 +240,8 @@ class StepGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         batch = self._builder.build(_IDLE, key.rows, graph=True)
         decodes = AttentionBatch.dummy_decodes(min(key.rows, self._max_seqs), self._model.device)
-        self._planner(key).plan_graph(decodes, key.rows, form)
+        prompts = key.mode == GraphMode.MIXED
+        self._planner(key).plan_graph(decodes, key.rows, form, prompts=prompts)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

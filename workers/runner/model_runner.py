@@ -15,6 +15,7 @@ from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_snapshots import independent
 from workers.models.decoder import DecoderLM
 from workers.pooling.head import PoolingHead
+from workers.runner.accepted_drafts import accept_drafts
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
 from workers.runner.draft_passes import NO_TOKEN, DraftPasses
@@ -128,6 +129,9 @@ class ModelRunner:
         try:
             if failure is not None:
                 raise failure
+            if self._linear_attention is not None:
+                drawn = sampled.token_B, counts_B
+                accept_drafts(self._linear_attention, scheduled, batch, *drawn)
             return self._finish(
                 scheduled, batch, forwarded, sampled, drafts_SK, counts_B, clock, prepare
             )

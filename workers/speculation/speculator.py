@@ -109,7 +109,7 @@ class Speculator:
 
 
 def make_speculator(config: SpeculationConfig) -> Speculator | None:
-    """Return the speculation of a rank in an epoch, where the model takes drafts back; None: off."""
+    """Return the speculation of a rank in an epoch; None: off."""
     if config.method == "off":
         return None
     if config.uses_model:
