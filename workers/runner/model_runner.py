@@ -118,6 +118,7 @@ class ModelRunner:
             raise
         clock.mark()
         sampled, failure = self._try_sample(scheduled, batch, forwarded, mask)
+        clock.mark()
         drafts_SK = counts_B = None
         if self._acceptance is not None and scheduled.draft_token_ids is not None:
             counts_B = self._acceptance.counts(scheduled)
@@ -125,6 +126,7 @@ class ModelRunner:
             drafts_SK = self._draft(
                 self.drafts, scheduled, batch, plan, forwarded, sampled, counts_B
             )
+        clock.mark()
         try:
             if failure is not None:
                 raise failure
@@ -208,7 +210,7 @@ class ModelRunner:
                 *sampled.lists(),
                 prompt_logprobs={name: parts.lists() for name, parts in prompts.items()} or None,
                 vectors=None if vectors is None else vectors.lists(len(scheduled.seqs)),
-                times=RunTimes(prepare, *clock.seconds()),
+                times=RunTimes.of(prepare, *clock.seconds()),
                 drafts=None if drafts_SK is None else _drafts_of(scheduled, drafts_SK),
                 counts_B=counts_B,
                 expert_load=None if offs_Le is None else LoadSample.of(offs_Le),
