@@ -272,7 +272,7 @@ class Epoch:
             return
         with memory_for("CUDA graphs"):
             graphs = self.runner.make_graphs(sizes, on_demand=self.rendezvous.epoch > 0)
-            self._graph_bytes = graphs.provide(sizes.whole_steps(), progress)
+            self._graph_bytes = graphs.provide(graphs.keys, progress)
         captured = "captures on demand" if graphs.on_demand else "captured"
         logger.info("%s CUDA graphs of %s: %.2f GB", captured, sizes, self._graph_bytes / 1e9)
         self._tune(progress)

@@ -88,7 +88,9 @@ class RunnerMaker:
 
     def graph_sizes(self) -> GraphSizes:
         """Return the sizes of the CUDA graphs; none where graphs are off or unavailable."""
-        return self.process.graph_sizes(mixed=GraphPlanner.of(self.backends).captures_prompts)
+        mixed = GraphPlanner.of(self.backends).captures_prompts
+        drafts = self.draft is not None and self.draft.captures_all_passes
+        return self.process.graph_sizes(mixed=mixed, drafts=drafts)
 
     def cache_sizes(self, graph_sizes: GraphSizes) -> tuple[int, int]:
         """Return the KV blocks and snapshots of states of every rank: as configured, or measured. Collective.

@@ -149,13 +149,14 @@ class RankProcess:
         spec = self.model_config.pooling
         return None if spec is None else spec.warm_up_params()
 
-    def graph_sizes(self, *, mixed: bool) -> GraphSizes:
-        """Return the sizes of CUDA graphs; mixed: attention can be captured with prompts."""
+    def graph_sizes(self, *, mixed: bool, drafts: bool) -> GraphSizes:
+        """Return the sizes of CUDA graphs; `mixed` and `drafts` as in graphs_to_capture."""
         return graphs_to_capture(
             self.config.scheduler,
             self.selection,
             self.device,
             mixed=mixed,
+            drafts=drafts,
             rows_per_seq=self.config.speculation.rows_per_seq,
             decodes=self.pooling is None,
         )

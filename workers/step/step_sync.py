@@ -62,13 +62,15 @@ class ForwardMode(IntEnum):
 class GraphMode(IntEnum):
     """CUDA graphs that a step replays. MIXED graphs run any step; DECODE graphs run decodes only, but faster.
 
-    VERIFY graphs run decodes and drafts, with logits of all rows as DECODE graphs.
+    VERIFY graphs run decodes and drafts, with logits of all rows as DECODE graphs. DRAFT graphs run passes of a draft
+    model behind a step of any kind; no step has that kind.
     """
 
     NONE = 0
     MIXED = 1
     DECODE = 2
     VERIFY = 3
+    DRAFT = 4
 
     @property
     def takes_several_rows(self) -> bool:

@@ -1,0 +1,102 @@
+"""Graphs on a CPU: a replay runs the captured function again, over the buffers of the capture."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.attention.base import Attention, GraphForm
+from kernels.attention.batch import AttentionBatch
+from workers.runner import cuda_graphs
+from workers.runner.cuda_graphs import StepGraphs
+from workers.runner.graph_sizes import GraphSizes
+from workers.runner.model_runner import ModelRunner
+
+
+class EagerGraphs(StepGraphs):
+    """Graphs that run the model at each replay; attention is planned for the batch instead of at fixed addresses."""
+
+    def _record(self, forward: Callable[[], Any], *, run: bool) -> tuple[Any, Any]:
+        return SimpleNamespace(replay=forward), None
+
+
+class EagerPlanner:
+    """Attention without graphs in place of attention with them."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._attention = attention
+
+    def reserve_graphs(self, *sizes: int) -> None:
+        pass
+
+    def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
+        return (GraphForm.NEW_PROMPTS, GraphForm.MIXED) if prompts else (GraphForm.DECODES,)
+
+    def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
+        return self.forms(num_rows, prompts=prompts)[-1]
+
+    def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
+        self._attention.plan(batch)
+
+
+class ShortenedPlanner(EagerPlanner):
+    """The same, with lengths that the forward sets. Attention on a CPU writes each row, so there is a spare block."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__(attention)
+        caches, axis = attention.kv_caches, 0 if attention.mla else 1
+        self._spare_slot = caches[0].shape[axis] * attention.block_size
+        spare = [torch.cat((cache, cache.narrow(axis, 0, 1)), axis) for cache in caches]
+        attention.bind(spare)
+
+    def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
+        super().plan_graph(batch, num_rows, form)
+        self._batch, self._num_rows = batch, num_rows
+
+    def shorten(self, lens_R: torch.Tensor, slots_R: torch.Tensor) -> None:
+        batch, count = self._batch, self._batch.num_seqs
+        assert len(lens_R) == len(slots_R) == self._num_rows and not lens_R[count:].any()
+        lens = lens_R[:count].numpy()
+        assert ((lens >= 1) & (lens <= batch.seq_lens_cpu)).all(), (lens, batch.seq_lens_cpu)
+        assert (slots_R[count:] == -1).all()
+        slots = torch.where(slots_R < 0, self._spare_slot, slots_R)[:count]
+        self._attention.plan(replace(batch, seq_lens_cpu=lens, slot_mapping=slots))
+
+
+def make_capturable(
+    attention: Attention, monkeypatch: pytest.MonkeyPatch, *, mixed: bool = True
+) -> None:
+    """Let an attention of a CPU be one for graphs, with lengths of the device; mixed: with prompts too."""
+    planner = ShortenedPlanner(attention)
+    for name, value in (("graph", True), ("mixed_graph", mixed), ("shortens", True)):
+        monkeypatch.setattr(attention, name, value, raising=False)
+    for name in ("reserve_graphs", "forms", "form", "plan_graph", "shorten"):
+        monkeypatch.setattr(attention, name, getattr(planner, name), raising=False)
+
+
+def eager_graphs(
+    runner: ModelRunner, sizes: GraphSizes, monkeypatch: pytest.MonkeyPatch
+) -> EagerGraphs:
+    """Return graphs of these sizes for up to 16 sequences, none captured."""
+    cuda = SimpleNamespace(
+        synchronize=lambda device: None,
+        empty_cache=lambda: None,
+        memory_reserved=lambda device: 0,
+    )
+    monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
+    monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
+    planner = EagerPlanner(runner._backends.attention)
+    monkeypatch.setattr(cuda_graphs.GraphPlanner, "of", lambda backends: planner)
+    return EagerGraphs(
+        runner.model,
+        runner._backends,
+        runner._builder,
+        sizes=sizes,
+        max_seqs=16,
+        max_blocks=64,
+        ubatches=None,
+        passes=runner.drafts,
+    )
