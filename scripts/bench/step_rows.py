@@ -117,7 +117,7 @@ class Steps:
         sizes = epoch.graph_sizes.vote(
             batch.forward_mode, batch.num_tokens, prompts=batch.has_prompts
         )
-        drafting = draft_vote(self._speculator, batch)
+        drafting = draft_vote(self._speculator, batch, step=0)
         if drafting:
             drafting["draft_steps"] = self._config.speculation.num_draft_tokens
         vote = Vote(epoch=0, step=0, num_tokens=batch.num_tokens, has_work=1, **sizes, **drafting)

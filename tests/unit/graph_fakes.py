@@ -24,10 +24,16 @@ class EagerGraphs(StepGraphs):
 
 
 class EagerPlanner:
-    """Attention without graphs in place of attention with them."""
+    """Attention without graphs in place of attention with them.
+
+    Attention on a CPU writes K and V of each row. There is a spare block for rows that write none.
+    """
 
     def __init__(self, attention: Attention) -> None:
         self._attention = attention
+        caches, axis = attention.kv_caches, 0 if attention.mla else 1
+        self._spare_slot = caches[0].shape[axis] * attention.block_size
+        attention.bind([torch.cat((cache, cache.narrow(axis, 0, 1)), axis) for cache in caches])
 
     def reserve_graphs(self, *sizes: int) -> None:
         pass
@@ -39,18 +45,15 @@ class EagerPlanner:
         return self.forms(num_rows, prompts=prompts)[-1]
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
-        self._attention.plan(batch)
+        self._plan(batch)
+
+    def _plan(self, batch: AttentionBatch) -> None:
+        slots = torch.where(batch.slot_mapping < 0, self._spare_slot, batch.slot_mapping)
+        self._attention.plan(replace(batch, slot_mapping=slots))
 
 
 class ShortenedPlanner(EagerPlanner):
-    """The same, with lengths that the forward sets. Attention on a CPU writes each row, so there is a spare block."""
-
-    def __init__(self, attention: Attention) -> None:
-        super().__init__(attention)
-        caches, axis = attention.kv_caches, 0 if attention.mla else 1
-        self._spare_slot = caches[0].shape[axis] * attention.block_size
-        spare = [torch.cat((cache, cache.narrow(axis, 0, 1)), axis) for cache in caches]
-        attention.bind(spare)
+    """The same, with lengths that the forward sets."""
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
         super().plan_graph(batch, num_rows, form)
@@ -62,8 +65,7 @@ class ShortenedPlanner(EagerPlanner):
         lens = lens_R[:count].numpy()
         assert ((lens >= 1) & (lens <= batch.seq_lens_cpu)).all(), (lens, batch.seq_lens_cpu)
         assert (slots_R[count:] == -1).all()
-        slots = torch.where(slots_R < 0, self._spare_slot, slots_R)[:count]
-        self._attention.plan(replace(batch, seq_lens_cpu=lens, slot_mapping=slots))
+        self._plan(replace(batch, seq_lens_cpu=lens, slot_mapping=slots_R[:count]))
 
 
 def make_capturable(

@@ -1,6 +1,7 @@
 """Passes of a draft model in graphs, on a CPU: drafts and tokens are those of eager passes."""
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,14 @@ import torch
 
 from tests.unit.graph_fakes import EagerGraphs, eager_graphs, make_capturable
 from tests.unit.test_draft_engine import PARAMS, checkpoints, folder, run
+from tests.unit.test_speculation import MEASURED
 from workers.rank.epoch import Epoch
 from workers.rank.rank_info import KV_CACHE
 from workers.runner.draft_rows import IN_SEQUENCE, next_tokens
 from workers.runner.graph_sizes import GraphKey, GraphSizes, decode_sizes, mixed_sizes
+from workers.runner.graph_times import agreed_times
 from workers.speculation.model_drafter import ModelDrafter
+from workers.speculation.step_times import StepSeconds
 from workers.step.sequence import Sequence
 from workers.step.step_sync import GraphMode
 
@@ -101,7 +105,7 @@ def test_drafts_of_captured_passes_are_those_of_eager_passes(
     assert drafted.seen == eager
     modes = {(key.mode.name, key.drafts) for key in graphs.replays}
     first = {("MIXED", 1), ("VERIFY", 1)} if captured != "decodes" else set()
-    further = {("DRAFT", DEPTH), ("DRAFT", 1)} if captured != "first" else set()
+    further = {("DRAFT", DEPTH)} if captured != "first" else set()
     assert modes - {("DECODE", 1)} == first | further
 
 
@@ -119,13 +123,42 @@ def test_synthetic_acceptance_is_that_of_eager_passes(
     assert graphs.replays[GraphKey(GraphMode.DRAFT, 3, drafts=DEPTH)]
 
 
+def test_graphs_are_timed_at_the_start(
+    checkpoints: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of powers of two and the largest; other ranks were slower, and tokens afterwards are those of before."""
+    graphs = Captured("all", monkeypatch)
+    found: list[StepSeconds | None] = []
+
+    def gather(own: dict[str, Any]) -> list[dict[str, Any] | None]:
+        slower = {name: [[rows, seconds + 1] for rows, seconds in own[name]] for name in own}
+        return [own, slower]
+
+    def prepare(epoch: Epoch) -> None:
+        graphs(epoch)
+        found.append(agreed_times(epoch.runner.graphs, None, gather))
+        found.append(agreed_times(epoch.runner.graphs, MEASURED, lambda own: [None, own]))
+
+    sections = checkpoints["mtp"]
+    speculation = sections["speculation"] | {"num_draft_tokens": DEPTH}
+    plain, _ = run({"model": sections["model"]}, {}, **SMALL)
+    assert run(sections, {}, prepare, speculation=speculation, **SMALL)[0] == plain
+    times, kept = found
+    assert times is not None and kept == MEASURED
+    rows = {name: [count for count, _ in curve] for name, curve in asdict(times).items()}
+    assert rows["decode"] == rows["one_draft"] == rows["drafts"] == [1, 2, 3]
+    assert rows["verify"] == rows["first"] == [1, 2, 4, 8, 12]
+    assert all(seconds > 1 for curve in asdict(times).values() for _, seconds in curve)
+
+
 def test_the_keys_of_graphs_of_drafts() -> None:
     passes = WHOLE.further_passes()
     assert len(passes) == len(set(passes)) == 2 * len(WHOLE.draft)
     assert WHOLE.further_key(2, DEPTH) == GraphKey(GraphMode.DRAFT, 2, drafts=DEPTH)
-    assert WHOLE.further_key(3, 0) == GraphKey(GraphMode.DRAFT, 3, drafts=1)
+    assert WHOLE.further_key(3, 1) == GraphKey(GraphMode.DRAFT, 3, drafts=1)
     assert {WHOLE.further_key(rows, k) for rows in range(1, 4) for k in (1, DEPTH)} == set(passes)
-    assert WHOLE.further_key(0, DEPTH) is WHOLE.further_key(4, 1) is WHOLE.further_key(1, 2) is None
+    assert WHOLE.further_key(0, DEPTH) is WHOLE.further_key(4, 1) is None
+    assert WHOLE.further_key(1, 2) is WHOLE.further_key(1, 0) is None
     assert GraphSizes((1, 2)).further_passes() == []
 
 

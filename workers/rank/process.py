@@ -38,6 +38,7 @@ from workers.runner.graph_sizes import GraphSizes, graphs_to_capture
 from workers.sampling.grammar_compiler import GrammarCompiler
 from workers.scheduler.prefill_cap import PrefillCap
 from workers.specs.model import ModelConfig
+from workers.speculation.step_times import StepSeconds
 from workers.stats.pace import Pace
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import load_weights
@@ -95,6 +96,7 @@ class RankProcess:
         self.caches = CacheMemory(config, *place, draft_groups=drafting)
         self.warm = False
         self.pace = Pace()
+        self.step_seconds: StepSeconds | None = None  # measured where steps verify drafts in graphs
         self.prefill_cap = PrefillCap.of(config.scheduler, config.cache.block_size)
         self.epoch: ClosableEpoch | None = None
 

@@ -18,6 +18,7 @@ from kernels.attention.base import GraphForm
 from kernels.attention.batch import AttentionBatch
 from kernels.backends.graph_planner import GraphPlanner
 from kernels.backends.select import Backends
+from kernels.host.host_copy import StepClock
 from workers.models.decoder import DecoderLM
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.draft_graphs import DraftGraphs, TargetStates
@@ -29,6 +30,8 @@ from workers.step.step_sync import GraphMode, StepPlan
 from workers.ubatch.wrapper import UBatchWrapper
 
 logger = logging.getLogger(__name__)
+
+REPLAYS = 3  # of a graph that is timed
 
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
@@ -279,17 +282,46 @@ class StepGraphs:
     def _capture(self, key: GraphKey, form: GraphForm, *, run: bool) -> CapturedGraph:
         """Capture one graph. With `run` the forward first runs eagerly, so that kernels compile and allocate there."""
         batch = self._builder.build(_IDLE, key.rows, graph=True)
+        self._plan_dummy(key, form)
         if key.drafts:
             assert self._drafts is not None, "there is no draft model"
-            self._drafts.plan_capture(key, form)
             graph, _ = self._record(partial(self._drafts.run, batch, key), run=run)
             return CapturedGraph(graph)
-        decodes = AttentionBatch.dummy_decodes(min(key.rows, self._max_seqs), self._model.device)
-        self._planner(key).plan_graph(decodes, key.rows, form)
         graph, offs_Le = self._record(partial(self._forward, batch, key), run=run)
         logits_TV = self._logits_TV[: key.rows] if key.mode.gives_logits else None
         after = {layer: hidden_TD[: key.rows] for layer, hidden_TD in self._after.items()}
         return ForwardGraph(graph, self._hidden_TD[: key.rows], logits_TV, offs_Le, after)
+
+    def _plan_dummy(self, key: GraphKey, form: GraphForm) -> None:
+        """Plan attention for decodes without context, of which K and V are not written."""
+        count = min(key.rows, self._max_seqs)
+        decodes = AttentionBatch.dummy_decodes(count, self._model.device)
+        if not key.drafts:
+            self._planner(key).plan_graph(decodes, key.rows, form)
+            return
+        assert self._drafts is not None, "there is no draft model"
+        self._drafts.plan_dummy(decodes, key, form)
+
+    @torch.inference_mode()
+    def seconds(self, key: GraphKey) -> float:
+        """Return the device's seconds of a replay with random tokens in all rows, without context. Collective."""
+        form = self._forms(key)[-1]
+        device = self._model.device
+        batch = self._builder.build(_IDLE, key.rows, graph=True)
+        assert isinstance(batch.num_token_non_padded, torch.Tensor)
+        batch.num_token_non_padded.fill_(key.rows)
+        batch.input_ids.random_(self._model.config.vocab_size)
+        self._plan_dummy(key, form)
+        replay = self._graphs[key, form].graph.replay
+        replay()
+        clock = StepClock(device)
+        clock.mark()
+        for _ in range(REPLAYS):
+            replay()
+        clock.mark()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return clock.seconds()[0] / REPLAYS
 
     def _record(self, forward: Callable[[], T], *, run: bool) -> tuple[torch.cuda.CUDAGraph, T]:
         """Capture a function; return its graph, and its result, which is in the memory pool. run: as in `_capture`."""

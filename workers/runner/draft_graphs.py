@@ -18,11 +18,11 @@ from kernels.attention.base import Attention, GraphAttention, GraphForm
 from kernels.attention.batch import AttentionBatch
 from kernels.host.host_copy import to_device
 from workers.kv_cache.manager import KVCacheManager
-from workers.runner.draft_rows import DraftRows, next_tokens
+from workers.runner.draft_rows import IN_SEQUENCE, DraftRows, next_tokens
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.specs.model import ModelConfig
 from workers.step.forward_batch import ForwardBatch
-from workers.step.scheduled_batch import ScheduledBatch
+from workers.step.scheduled_batch import NO_DRAFT, ScheduledBatch
 from workers.step.step_sync import GraphMode, StepPlan
 
 NO_TOKEN = -1
@@ -269,13 +269,16 @@ class DraftGraphs:
             sampling_positions_cpu=no_array,
         )
 
-    def plan_capture(self, key: GraphKey, form: GraphForm) -> None:
-        """Plan attention for the capture of a key in this form."""
-        count = min(key.rows, len(self._table_RB))
-        decodes = AttentionBatch.dummy_decodes(count, self._model.device)
+    def plan_dummy(self, decodes: AttentionBatch, key: GraphKey, form: GraphForm) -> None:
+        """Plan a key for decodes without context: each row of the first pass is followed by the next row's token."""
         self._attention.plan_graph(decodes, key.rows, form)
-        self._seqs.zero_()
-        self._follow_T.fill_(0)
+        self._follow_T.fill_(IN_SEQUENCE)
+        rows = np.arange(decodes.num_seqs)
+        nothing = np.zeros_like(rows)
+        sequences = DraftRows(rows, nothing + 1, rows, rows, nothing, nothing, nothing)
+        drafts_SK = np.full((len(rows), self._width), NO_DRAFT)
+        if key.mode == GraphMode.DRAFT:
+            self._fill(key, sequences, drafts_SK, nothing + 1)
 
     def run(self, batch: ForwardBatch, key: GraphKey) -> None:
         """Run the pass or the passes of a key. To be captured."""

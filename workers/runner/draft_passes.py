@@ -27,11 +27,14 @@ from workers.step.sequence import InputBatch
 from workers.step.step_sync import StepPlan
 
 
-def draft_vote(speculator: Speculator | None, batch: ScheduledBatch | None) -> dict[str, int]:
-    """Return the fields of a rank's vote for the passes of its draft model behind the next step."""
+def draft_vote(
+    speculator: Speculator | None, batch: ScheduledBatch | None, step: int
+) -> dict[str, int]:
+    """Return the fields of a rank's vote for the passes of its draft model behind step number `step`."""
     if speculator is None or batch is None or not speculator.uses_model:
         return {}
-    steps = speculator.draft_steps(part.seq for part in batch.parts if part.num_logits)
+    seqs = (part.seq for part in batch.parts if part.num_logits)
+    steps = speculator.draft_steps(seqs, step)
     return {"draft_steps": steps, "draft_rows": int(np.count_nonzero(batch.num_logits))}
 
 
@@ -105,6 +108,8 @@ class DraftPasses:
             if first is None:
                 graphs.take_states(states_TD)
             return graphs.run_further(further, drafting, rows, counts_B)
+        if not plan.draft_steps:
+            return drawn_L.new_empty(len(rows.seqs), 0)
         counts_S = rows.counts(drafting, drawn_L.cpu().numpy(), counts_B)
         return self._further(rows.last(counts_S), plan, states_TD)
 
@@ -124,7 +129,7 @@ class DraftPasses:
 
     def _further(self, last: LastRows, plan: StepPlan, states_TD: torch.Tensor) -> torch.Tensor:
         """Return the drafts behind the last rows."""
-        depth = max(1, plan.draft_steps)
+        depth = plan.draft_steps
         drafts_SK = torch.full((len(last.seqs), depth), NO_TOKEN, device=self._device)
         alive = np.arange(len(last.seqs))
         states_AD = states_TD[self._there(last.rows)]

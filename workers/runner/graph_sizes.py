@@ -88,10 +88,9 @@ class GraphSizes:
     def further_key(self, num_rows: int, num_drafts: int) -> GraphKey | None:
         """Return the graph that drafts so many tokens of the sequences of a rank; None: no graph."""
         rows = _smallest(self.draft, num_rows) if num_rows else 0
-        depth = max(1, num_drafts)
-        if not rows or depth not in (1, self.draft_tokens):
+        if not rows or num_drafts not in (1, self.draft_tokens):
             return None
-        return GraphKey(GraphMode.DRAFT, rows, drafts=depth)
+        return GraphKey(GraphMode.DRAFT, rows, drafts=num_drafts)
 
     def key(
         self, forward_mode: ForwardMode, num_tokens: int, ubatch: bool = False
