@@ -25,7 +25,7 @@ class RankRow:
     """One rank: its place, its experts, its memory.
 
     kv_bytes       KV cache; None if the rank measures the size when it starts
-    state_bytes    states of linear attention, of running sequences and of prefixes
+    state_bytes    states of linear attention, of running sequences and of prefixes, and inputs of drafts beside them
     adapter_bytes  slots of LoRA adapters
     buffer_bytes   backends and the largest step
     ubatch_bytes   further all-to-alls and attentions of ubatches, 0 without ubatches
@@ -83,11 +83,7 @@ def rank_rows(
     models = [model, *([] if draft is None else [draft.layers])]
     groups += () if draft is None else draft.kv_groups(config.cache)
     block_bytes = kv_block_bytes(groups, config.cache.block_size, value_bytes)
-    state_bytes = 0
-    if selection.linear_attention_class is not None:
-        num_slots = config.cache.num_state_slots(config.scheduler.max_num_seqs)
-        slot_bytes = selection.linear_attention_class.slot_bytes(shape.linear_specs, shape.dtype)
-        state_bytes = num_slots * slot_bytes
+    state_bytes = _state_bytes(config, selection, shape)
     table = []
     for rank in dims.ranks():
         row = RankRow(
@@ -116,6 +112,16 @@ def rank_rows(
         )
         table.append(replace(row, kv_bytes=_kv_bytes(config, block_bytes, row)))
     return table
+
+
+def _state_bytes(config: RankConfig, selection: Selection, shape: BackendShape) -> int:
+    """Return the bytes of the states of linear attention of running sequences and of prefixes, with inputs of drafts."""
+    chosen, place = selection.linear_attention_class, (shape.linear_specs, shape.dtype)
+    if chosen is None:
+        return 0
+    num_slots = config.cache.num_state_slots(config.scheduler.max_num_seqs)
+    drafts = (1 + config.scheduler.max_num_seqs) * chosen.draft_bytes(*place)
+    return num_slots * chosen.slot_bytes(*place) + drafts
 
 
 def _expert_range(experts: Sequence[int]) -> str:

@@ -100,7 +100,8 @@ class MoeBlock:
         topk_idx_TK, topk_weights_TK = self._route(h_TD, batch)
         slots_TK = self.expert_map.to_slots(topk_idx_TK)
         if self.all2all.adapters:
-            slots_TK, topk_weights_TK = with_slots(slots_TK, topk_weights_TK, batch.adapter_slots)
+            slots_T = None if self.lora is None else batch.adapter_slots
+            slots_TK, topk_weights_TK = with_slots(slots_TK, topk_weights_TK, slots_T)
         pending = self.all2all.dispatch(h_TD, slots_TK, topk_weights_TK)
         if self.shared is not None:  # computed while the rows travel
             residual_TD = self.shared.add_to(residual_TD, h_TD, batch.adapters)

@@ -100,7 +100,7 @@ class ForwardBatchBuilder:
         adapters: bool = False,
         last_tokens: torch.Tensor | None = None,
     ):
-        self.last_tokens = last_tokens
+        self.last_tokens, self.max_num_tokens = last_tokens, max_num_tokens
         self._table, self._cache, self._adapters = table, cache, adapters
         largest: dict[Axis, int] = {
             "row": max_num_tokens,
@@ -161,6 +161,7 @@ class ForwardBatchBuilder:
             num_tokens=num_tokens,
             num_seqs=num_seqs,
             num_single_rows=batch.num_single_rows,
+            num_verify=batch.num_verify,
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=seq_lens,
             sampling_rows_cpu=sampling_rows,
