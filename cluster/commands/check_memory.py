@@ -115,7 +115,7 @@ def rank_rows(
 
 
 def _state_bytes(config: RankConfig, selection: Selection, shape: BackendShape) -> int:
-    """Return the bytes of the states of linear attention of running sequences and of prefixes, with inputs of drafts."""
+    """Return the bytes of states of linear attention, of running sequences and of prefixes, with inputs of drafts."""
     chosen, place = selection.linear_attention_class, (shape.linear_specs, shape.dtype)
     if chosen is None:
         return 0

@@ -88,7 +88,8 @@ class TritonGroupedGemm(GroupedGemm):
         routing, x = expert_input.device_routing(), expert_input.x_RD
         row_R = routing.row_R if expert_input.routing else None
         b13_e2I, b2_eD = biases or (None, None)
-        up, down = self._tiles(routing, x, row_R, hopper=biases is None)
+        plain = biases is None and adapters is None
+        up, down = self._tiles(routing, x, row_R, hopper=plain)
         if adapters is not None and len(routing.ends_e):
             weights = w13_e2ID, w2_eDI
             return self._with_adapters(expert_input, weights, activation, biases, adapters, down)
