@@ -140,6 +140,14 @@ class ExpertLayout:
         yield from self._singles
         yield from self._layers
 
+    @property
+    def single_shapes(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of each expert's modules, by name."""
+        return {
+            module: (product.rows // product.num_parts, product.columns)
+            for module, (product, _, _) in self._singles.items()
+        }
+
     def place(self, module: str, name: str, pair: LoraPair) -> list[ExpertFill] | None:
         """Return what a pair fills on this rank; None: it belongs to no expert. Raises AdapterError."""
         if module in self._singles:

@@ -103,6 +103,11 @@ class AdapterLayout:
             for part, module in enumerate(product.modules)
         }
 
+    def module_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return outputs and inputs of every module that adapters may change, by its name from `layers.` on."""
+        found = {module: _shape(*place) for module, place in self.parts.items()}
+        return found | self.experts.single_shapes
+
     @property
     def is_empty(self) -> bool:
         """Whether the model has nothing that adapters may change."""
@@ -133,8 +138,7 @@ class AdapterLayout:
         return f"{found}{rest}" if found and root in ROOTS else name
 
     def _check(self, name: str, pair: LoraPair, product: Product, part: int) -> None:
-        entry = next(entry for entry, its_part in product.entries if its_part == part)
-        outputs = entry.shape[1 if entry.transposed else 0]
+        outputs, _ = _shape(product, part)
         if (pair.inputs, pair.outputs) != (product.columns, outputs):
             raise AdapterError(
                 f"{name}: the adapter has {pair.inputs} inputs and {pair.outputs} outputs, the model "
@@ -159,6 +163,12 @@ class AdapterLayout:
         if missing:
             text += f"; add {', '.join(sorted(map(str, missing)))} to lora.targets"
         return text
+
+
+def _shape(product: Product, part: int) -> tuple[int, int]:
+    """Return outputs and inputs of the module of one part."""
+    entry = next(entry for entry, its_part in product.entries if its_part == part)
+    return entry.shape[1 if entry.transposed else 0], product.columns
 
 
 @dataclass(frozen=True)
