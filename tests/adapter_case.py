@@ -154,3 +154,45 @@ def merge_fused(checkpoint: Path, adapter: Path, to: Path, *, swapped: bool) -> 
                 tensors[weight] = tensors[weight] + values
     save_file({name: it.contiguous() for name, it in tensors.items()}, to / "model.safetensors")
     return to
+
+
+def add_embeddings(
+    adapter: Path, vocab: int, hidden: int, *, seed: int = 0, bases: bool = False
+) -> None:
+    """Add adapters of embedding and head, as PEFT names them; bases: with the base model's own, as PEFT saves them."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    file, rank = adapter / "adapter_model.safetensors", config["r"]
+    tensors, prefix = load_file(file), "base_model.model."
+    embed, head = f"{prefix}model.embed_tokens", f"{prefix}lm_head"
+    tensors[f"{embed}.lora_embedding_A"] = draw("embed A", rank, vocab, seed=seed)
+    tensors[f"{embed}.lora_embedding_B"] = draw("embed B", hidden, rank, seed=seed) * 0.2
+    tensors[f"{head}.lora_A.weight"] = draw("head A", rank, hidden, seed=seed) / math.sqrt(hidden)
+    tensors[f"{head}.lora_B.weight"] = draw("head B", vocab, rank, seed=seed) * 0.2
+    if bases:
+        tensors[f"{embed}.base_layer.weight"] = torch.zeros(vocab, hidden)
+    save_file(tensors, file)
+
+
+def merge_embeddings(checkpoint: Path, adapter: Path, to: Path) -> Path:
+    """As `merge`, with embedding and head: the merged model is not tied, because their adapters differ."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    pairs = load_file(adapter / "adapter_model.safetensors")
+    scale = config["lora_alpha"] / config["r"]
+    shutil.copytree(checkpoint, to)
+    tensors = load_file(checkpoint / "model.safetensors")
+    prefix, embed = "base_model.model.", "model.embed_tokens.weight"
+    tensors.setdefault("lm_head.weight", tensors[embed].clone())
+    for name, a in pairs.items():
+        module = name.removeprefix(prefix)
+        if name.endswith("lora_embedding_A"):
+            delta = (pairs[name.replace("_A", "_B")] @ a).t()
+            tensors[embed] = tensors[embed] + scale * delta
+        elif name.endswith(".lora_A.weight"):
+            weight = module.replace(".lora_A.weight", ".weight")
+            tensors[weight] = tensors[weight] + scale * (
+                pairs[name.replace("lora_A", "lora_B")] @ a
+            )
+    save_file(tensors, to / "model.safetensors")
+    model = json.loads((to / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (to / "config.json").write_text(json.dumps(model))
+    return to

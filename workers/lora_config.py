@@ -22,7 +22,7 @@ class AdapterConfig(Section):
     )
 
 
-LoraTarget = Literal["attention", "mlp", "experts"]
+LoraTarget = Literal["attention", "mlp", "experts", "embeddings"]
 
 
 class LoraConfig(Section):
@@ -48,7 +48,7 @@ class LoraConfig(Section):
         min_length=1,
         description="What adapters may change, for which memory is reserved: attention = projections of attention, "
         "latent attention and gated delta nets; mlp = dense MLPs and shared experts; experts = routed experts, which "
-        "take far more memory.",
+        "take far more memory; embeddings = the embedding of tokens and the head.",
     )
     adapters: list[AdapterConfig] = Field(
         default_factory=list, description="Adapters that the server has from its start."

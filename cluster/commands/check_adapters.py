@@ -25,7 +25,7 @@ def check_adapters(config: RankConfig, model: ModelConfig) -> None:
     for adapter in config.adapters:
         try:
             hub.fetch_adapter(adapter.path, adapter.revision)
-            layout.place(PeftFolder.read(adapter.folder).pairs)
+            layout.place(PeftFolder.read(adapter.folder))
         except hub.HubError as error:
             problems.append(Problem("lora.adapters", f"{adapter.name}: {error.reason}"))
         except AdapterError as error:

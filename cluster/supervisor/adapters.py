@@ -1,6 +1,7 @@
 """The LoRA adapters of a server: loaded into all ranks or none, listed for the ingresses, dropped after their last use.
 
-An adapter has an id that no other has. All groups hold the same adapters; a rank that joins an epoch loads those of its
+Ids of adapters are random, so that no id is given twice: ranks that live on may have cached tokens of adapters that a
+restarted supervisor does not list. All groups hold the same adapters; a rank that joins an epoch loads those of its
 group before it serves. An adapter that is unloaded takes no new requests; the ranks hold it until no ingress has a
 request for it, so that open requests end, also after a rebuild.
 """
@@ -8,6 +9,7 @@ request for it, so that open requests end, also after a rebuild.
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from cluster.config.resolve import adapter_revision
@@ -18,6 +20,9 @@ from workers import hub
 from workers.lora_config import AdapterError, LoadedAdapter, LoraConfig
 
 logger = logging.getLogger(__name__)
+
+FIRST_ID = 1 << 32
+"""Of adapters that are loaded in service; those of the configuration count from 1."""
 
 
 class UnknownAdapterError(AdapterError):
@@ -56,16 +61,13 @@ class ServerAdapters:
 
     def begin(self, adapters: Iterable[LoadedAdapter]) -> None:
         """Hold the adapters of the configuration."""
-        held = tuple(adapters)
-        self.state.next_id = 1 + max((adapter.id for adapter in held), default=0)
-        self._hold(held)
+        self._hold(tuple(adapters))
 
     def recover(self, state: AdapterState) -> None:
         """Continue with what an earlier process of the supervisor has kept."""
-        if state.next_id:
-            self.state = state
-            self._unused = {adapter: set() for adapter in state.retired}
-        self._hold(self.state.held)
+        self.state = state
+        self._unused = {adapter: set() for adapter in state.retired}
+        self._hold(state.held)
 
     async def changed(self, seen: Sequence[LoadedAdapter]) -> tuple[LoadedAdapter, ...]:
         """Return the listed adapters as soon as they differ from `seen`."""
@@ -77,10 +79,9 @@ class ServerAdapters:
         """Load an adapter into all ranks, or into none. Raises AdapterError."""
         async with self._changing:
             self._check(name)
-            adapter = LoadedAdapter(
-                id=self.state.next_id, name=name, path=path, revision=await self._revision(path)
-            )
-            self.state.next_id += 1
+            revision = await self._revision(path)
+            number = FIRST_ID + secrets.randbits(48)
+            adapter = LoadedAdapter(id=number, name=name, path=path, revision=revision)
             groups = [group for group in self._groups if not group.health.ended]
             before = [group.health for group in groups]
             try:
@@ -121,6 +122,8 @@ class ServerAdapters:
     async def drop_unused(self) -> None:
         """Drop the adapters that were unloaded and that no living ingress uses."""
         living = set(self._ingresses())
+        if not living:  # they come back, with their open requests, or the server ends
+            return
         gone = [it for it, ingresses in self._unused.items() if ingresses >= living]
         if not gone:
             return

@@ -32,19 +32,17 @@ class AdapterState:
 
     held      those that the ranks hold
     retired   ids of those among them that take no new requests
-    next_id   id of the next adapter; 0 before the first start
     """
 
     held: tuple[LoadedAdapter, ...] = ()
     retired: set[int] = field(default_factory=set)
-    next_id: int = 0
 
 
 @dataclass
 class PoolState:
     """What is kept of the server.
 
-    adapters    the LoRA adapters
+    adapters    the LoRA adapters; None before they are known
     groups      of each group, by name
     drain_s     limit of the drain of the server that has begun; None without one
     ingresses   the ingresses that had a lease as the drain began
@@ -55,7 +53,7 @@ class PoolState:
     drain_s: float | None = None
     ingresses: set[str] = field(default_factory=set)
     drained: set[str] = field(default_factory=set)
-    adapters: AdapterState = field(default_factory=AdapterState)
+    adapters: AdapterState | None = None
 
     def of(self, name: str) -> GroupState:
         """The state of a group, made at the first call."""

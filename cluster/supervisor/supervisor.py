@@ -118,7 +118,8 @@ class Supervisor:
         state: what that process has kept; without ranks the configuration of the start counts
         """
         self._state = state
-        self._adapters.recover(state.adapters)
+        if state.adapters is not None:
+            self._adapters.recover(state.adapters)
         state.adapters = self._adapters.state
         for index, group in enumerate(self._pool.groups):
             kept = state.of(group.spec.name)

@@ -76,6 +76,36 @@ class LoraWeights:
         return out_TN
 
 
+@dataclass(frozen=True, eq=False)
+class EmbeddingLora:
+    """The adapters of an embedding, in every slot; slot s is at index s - 1.
+
+    table_SVr   [S, V, r]: A, a row for each token
+    b_SDr       [S, D, r]
+    """
+
+    table_SVr: torch.Tensor
+    b_SDr: torch.Tensor
+    tiles: torch.Tensor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        blocks = ((0, self.b_SDr.shape[1], 0),)
+        object.__setattr__(self, "tiles", LoraWeights(self.table_SVr, self.b_SDr, blocks).tiles)
+
+    def add_to(self, out_TD: torch.Tensor, ids_T: torch.Tensor, rows: AdapterRows) -> None:
+        """Add the adapters' embeddings of int64 tokens in place, for the rows that have an adapter."""
+        if out_TD.is_cuda:
+            from kernels.triton.lora_expand import lora_expand
+
+            slots_T = (rows.slots_T - 1).clamp_(min=0)
+            h_Tr = self.table_SVr[slots_T, ids_T].float()
+            assert self.tiles is not None
+            lora_expand(out_TD, h_Tr.unsqueeze(0), self.b_SDr, rows.slots_T, self.tiles)
+            return
+        for slot, chosen in rows.segments:
+            out_TD[chosen] += self.table_SVr[slot - 1, ids_T[chosen]] @ self.b_SDr[slot - 1].t()
+
+
 def tiles_of(blocks: tuple[tuple[int, int, int], ...]) -> list[tuple[int, int, int]]:
     """Return the blocks in pieces of at most TILE_COLUMNS rows."""
     return [

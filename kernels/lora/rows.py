@@ -35,6 +35,11 @@ class AdapterRows:
         found = (slot for slot in np.unique(slots).tolist() if slot != NO_ADAPTER)
         return cls(slots_T, tuple((slot, _rows(slots == slot)) for slot in found))
 
+    @classmethod
+    def of_one(cls, slot: int, num_rows: int, device: torch.device) -> "AdapterRows":
+        """Return rows that all have one adapter."""
+        return cls.of(torch.full((num_rows,), slot, dtype=torch.int64, device=device))
+
     def take(self, rows_L: torch.Tensor) -> "AdapterRows":
         """Return the chosen rows, int64 [L]."""
         return AdapterRows.of(self.slots_T.index_select(0, rows_L))

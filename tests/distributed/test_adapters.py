@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.adapter_case import chosen, make_adapter, merge, weight_shapes
+from tests.adapter_case import (
+    add_embeddings,
+    chosen,
+    make_adapter,
+    merge,
+    merge_embeddings,
+    weight_shapes,
+)
 from tests.distributed.engine_harness import (
     Event,
     RankResult,
@@ -161,3 +168,27 @@ def test_adapters_of_experts_in_ubatches(rank_pool: Any, expert_models: list[Pat
     config = with_adapters(expert_models, 2, 3, **changes)
     found = tokens_of(run_engines(rank_pool, config, events(2)))
     assert found == merged(rank_pool, expert_models)
+
+
+def test_prompt_logprobs_see_the_adapter_of_the_head(rank_pool: Any, tmp_path: Path) -> None:
+    base = small_checkpoint(tmp_path / "model-0")
+    modules = chosen(weight_shapes(base), ("q_proj",))
+    for seed in range(1, 1 + NUM_ADAPTERS):
+        adapter = make_adapter(tmp_path / f"adapter-{seed}", modules, seed=seed)
+        add_embeddings(adapter, 300, 64, seed=seed)
+    merged_path = merge_embeddings(base, tmp_path / "adapter-2", tmp_path / "merged")
+    lora = {"targets": ["attention", "embeddings"]}
+    config = with_adapters([base], 1, 1, lora=lora)
+    prompt = prompts()[0]
+    request = make_request("r", prompt, max_tokens=3, prompt_logprobs=2, logprobs=2)
+    (found,) = run_engines(rank_pool, config, [Event(0, 0, replace(request, adapter=2))])
+    (expected,) = run_engines(
+        rank_pool, rank_config(merged_path, 1, **LIMITS), [Event(0, 0, request)]
+    )
+    assert found.tokens == expected.tokens
+    for kind in ("prompt_logprobs", "logprobs"):
+        pairs = zip(getattr(found, kind)["r"], getattr(expected, kind)["r"], strict=True)
+        for mine, wanted in pairs:
+            if wanted is not None:
+                assert mine.top_ids == wanted.top_ids
+                assert mine.top_logprobs == pytest.approx(wanted.top_logprobs, abs=1e-4)

@@ -158,7 +158,10 @@ class OneRank:
             self.backends.linear_attention.plan(batch)
         hidden_TD = self.model.forward(batch)
         assert hidden_TD.shape == (len(batch.input_ids), self.config.hidden_size)
-        return self.model.compute_logits(hidden_TD[: batch.num_tokens])
+        adapters = batch.adapters
+        if adapters is not None:
+            adapters = adapters.take(torch.arange(batch.num_tokens))
+        return self.model.compute_logits(hidden_TD[: batch.num_tokens], adapters=adapters)
 
 
 def small_checkpoint(path: Path, **changes: Any) -> Path:

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from tests.adapter_case import (
+    add_embeddings,
     chosen,
     make_adapter,
     make_fused_adapter,
     merge,
+    merge_embeddings,
     merge_fused,
     weight_shapes,
 )
@@ -182,12 +184,35 @@ def test_adapters_of_fused_experts(tmp_path: Path, family: str, swapped: bool) -
     assert_equals_merged(tmp_path, checkpoint, adapters, make_merged)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_adapters_of_embedding_and_head(tmp_path: Path, tied: bool) -> None:
+    """Also where the head is the embedding: then the adapter of each changes the one and not the other."""
+    checkpoint = small_checkpoint(tmp_path / "base", tie_word_embeddings=tied)
+    modules = chosen(weight_shapes(checkpoint), ("q_proj",))
+    table = SMALL["vocab_size"], SMALL["hidden_size"]
+    adapters = []
+    for seed in (1, 2, 3):
+        adapters.append(make_adapter(tmp_path / f"{seed}", modules, rank=1 + seed, seed=seed))
+        add_embeddings(adapters[-1], *table, seed=seed, bases=seed == 2)
+    lora = EXPERTS.model_copy(update={"targets": ["attention", "embeddings"]})
+    assert_equals_merged(tmp_path, checkpoint, adapters, merge_embeddings, lora)
+    add_embeddings(adapters[0], 301, table[1], bases=True)
+    with pytest.raises(AdapterError, match=r"is \[301, 64\], the model has \[300, 64\]"):
+        rank_with(checkpoint, adapters, lora)
+    with pytest.raises(AdapterError, match=r"; add embeddings to lora.targets"):
+        rank_with(checkpoint, adapters[1:], LORA)
+
+
 def assert_equals_merged(
-    folder: Path, checkpoint: Path, adapters: list[Path], make_merged: Callable[..., Path]
+    folder: Path,
+    checkpoint: Path,
+    adapters: list[Path],
+    make_merged: Callable[..., Path],
+    lora: LoraConfig = EXPERTS,
 ) -> None:
     """Sequences of three adapters and of none in one batch."""
     sequences, slots = random_ids(1, 1, 1, 9, 2, 5), [3, 0, 1, 2, 1]
-    rank = rank_with(checkpoint, adapters, EXPERTS)
+    rank = rank_with(checkpoint, adapters, lora)
     found = logits_of(rank, sequences, slots).split([len(ids) for ids in sequences])
     models = [
         checkpoint,

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from workers.adapters.expert_layout import WRAPPED, ExpertFill, ExpertLayout
-from workers.adapters.peft_folder import LoraPair, named
+from workers.adapters.peft_folder import LoraPair, PeftFolder, named
 from workers.config import RankConfig
 from workers.lora_config import AdapterError, LoraConfig
 from workers.specs.model import ModelConfig, weight_map
-from workers.specs.weight_map import QUANTISABLE, WeightEntry, mapped_name
+from workers.specs.weight_map import QUANTISABLE, WeightEntry, WeightKind, mapped_name
 from workers.weights.tensors import DENSE, DTYPE_BYTES
 
 ALIGNMENT = 64  # values, so that every matrix begins at a multiple of 128 bytes
@@ -23,6 +23,8 @@ LAYERS = "layers."
 # What stands before `layers.` in names of modules: of causal models, of base models, and of those with other towers.
 ROOTS = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
 EXPERTS = "experts"  # of lora.targets
+EMBEDDINGS, HEAD = "embeddings", "lm_head"
+OUTSIDE_LAYERS = ("embed_tokens", HEAD)
 LATENT_KEYS = ".attention.kv_up"
 
 
@@ -30,6 +32,7 @@ LATENT_KEYS = ".attention.kv_up"
 class Product:
     """One product of the model: `parameter` is the path of its weight, `modules` name its parts.
 
+    is_table   an embedding: A is [K, r], a row for each token
     entries    tensors of the weight, each with the part that it belongs to
     rows, columns   N and K
     a, b       where A [P * r, K] and B [N, r] begin in a slot
@@ -42,6 +45,7 @@ class Product:
     columns: int
     a: int
     b: int
+    is_table: bool = False
 
     @property
     def linear(self) -> str:
@@ -73,8 +77,8 @@ class AdapterLayout:
         """Return the layout of a model's adapters on a rank with these experts."""
         found: dict[str, list[WeightEntry]] = {}
         of_experts: dict[str, list[WeightEntry]] = {}
-        for entry in weight_map(config):
-            target = _target(entry)
+        for entry in _entries(config):
+            target = _target(entry, config)
             if target == EXPERTS and target in lora.targets:
                 of_experts.setdefault(entry.parameter.rsplit(".", 1)[0], []).append(entry)
             elif target in lora.targets:
@@ -84,10 +88,13 @@ class AdapterLayout:
             modules = tuple(dict.fromkeys(module_of(entry) for entry in entries))
             placed = tuple((entry, modules.index(module_of(entry))) for entry in entries)
             rows, columns = sum(entry.num_rows for entry in entries), entries[0].columns
+            is_table = entries[0].kind == WeightKind.EMBEDDING
+            if is_table:
+                rows, columns = columns, rows
             a = end
             b = _aligned(a + len(modules) * lora.max_rank * columns)
             end = _aligned(b + rows * lora.max_rank)
-            products.append(Product(parameter, modules, placed, rows, columns, a, b))
+            products.append(Product(parameter, modules, placed, rows, columns, a, b, is_table))
         routed = ExpertLayout(experts, config.num_experts, lora.max_rank, end)
         for entries in of_experts.values():
             routed.add(entries, _from_layers, _aligned)
@@ -113,10 +120,17 @@ class AdapterLayout:
         """Whether the model has nothing that adapters may change."""
         return not self.products and not self.experts.products
 
-    def place(self, pairs: Mapping[str, LoraPair]) -> "Placed":
+    def place(self, folder: PeftFolder) -> "Placed":
         """Return where each pair belongs, by its name. Raises AdapterError for pairs that fit nowhere."""
         placed, unknown = Placed({}, {}), []
-        for name, pair in pairs.items():
+        table = (self.config.vocab_size, self.config.hidden_size)
+        for name, shape in folder.bases.items():
+            if shape != table:
+                raise AdapterError(
+                    f"{name} of the adapter's file is {list(shape)}, the model has {list(table)}: adapters "
+                    "with another vocabulary are not supported"
+                )
+        for name, pair in folder.pairs.items():
             module = self._module(name)
             found = self.parts.get(module)
             fills = None if found else self.experts.place(module, name, pair)
@@ -133,6 +147,9 @@ class AdapterLayout:
 
     def _module(self, name: str) -> str:
         """Return the name of a module from `layers.` on, as the weight map has it; as it is for other modules."""
+        root, _, last = name.rpartition(".")
+        if last in OUTSIDE_LAYERS and f"{root}." in (".", *ROOTS):
+            return last
         name = mapped_name(f"{name}.weight", self.config.renamed).removesuffix(".weight")
         root, found, rest = name.partition(LAYERS)
         return f"{found}{rest}" if found and root in ROOTS else name
@@ -153,13 +170,13 @@ class AdapterLayout:
         """Explain why there is no place for these modules."""
         known = {_name(module) for module in (*self.parts, *self.experts.modules)}
         text = f"no place for {named(names)}; adapters may change {', '.join(sorted(known))}"
-        everything = {module: it for it in weight_map(self.config) for module in _modules_of(it)}
+        everything = {module: it for it in _entries(self.config) for module in _modules_of(it)}
         entries = [
             everything[module] for module in map(self._module, names) if module in everything
         ]
         if any(entry.parameter.endswith(LATENT_KEYS) for entry in entries):
             text += "; latent attention multiplies kv_b_proj head by head, so it takes no adapter"
-        missing = {_target(entry) for entry in entries} - {None, *self.targets}
+        missing = {_target(entry, self.config) for entry in entries} - {None, *self.targets}
         if missing:
             text += f"; add {', '.join(sorted(map(str, missing)))} to lora.targets"
         return text
@@ -168,6 +185,8 @@ class AdapterLayout:
 def _shape(product: Product, part: int) -> tuple[int, int]:
     """Return outputs and inputs of the module of one part."""
     entry = next(entry for entry, its_part in product.entries if its_part == part)
+    if product.is_table:
+        return product.rows, product.columns
     return entry.shape[1 if entry.transposed else 0], product.columns
 
 
@@ -196,7 +215,15 @@ def module_of(entry: WeightEntry) -> str:
 
 
 def _from_layers(name: str) -> str:
-    return name[name.find(LAYERS) :] if LAYERS in name else name
+    return name[name.find(LAYERS) :] if LAYERS in name else name.rpartition(".")[2]
+
+
+def _entries(config: ModelConfig) -> Iterator[WeightEntry]:
+    """Yield the weight map, with the head that is tied to the embedding: adapters of it are its own."""
+    yield from weight_map(config)
+    if config.has_logits and config.tie_word_embeddings:
+        table = (config.vocab_size, config.hidden_size)
+        yield WeightEntry(f"{HEAD}.weight", table, f"{HEAD}.weight", WeightKind.HEAD)
 
 
 def _modules_of(entry: WeightEntry) -> Iterator[str]:
@@ -209,8 +236,12 @@ def _modules_of(entry: WeightEntry) -> Iterator[str]:
         yield module + WRAPPED
 
 
-def _target(entry: WeightEntry) -> str | None:
+def _target(entry: WeightEntry, config: ModelConfig) -> str | None:
     """Return the member of lora.targets that an entry belongs to; None: it takes no adapter."""
+    if entry.kind == WeightKind.EMBEDDING:
+        return EMBEDDINGS
+    if entry.kind == WeightKind.HEAD:  # scores of a pooling model read single rows of the head
+        return EMBEDDINGS if module_of(entry) == HEAD and config.pooling is None else None
     if entry.expert is not None:
         return EXPERTS if entry.kind in QUANTISABLE else None
     if not entry.parameter.endswith((*DENSE, "attention.ba.weight")):
@@ -220,7 +251,8 @@ def _target(entry: WeightEntry) -> str | None:
 
 def _name(module: str) -> str:
     """Return a module's name without the numbers of its layer and its expert."""
-    return ".".join("N" if part.isdigit() else part for part in module.split(".")[2:])
+    parts = module.split(".")
+    return ".".join("N" if part.isdigit() else part for part in parts[2:] or parts)
 
 
 def _aligned(size: int) -> int:

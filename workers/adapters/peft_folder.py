@@ -23,7 +23,11 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
 MAX_NAMED = 8
 
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|embedding_([AB])(?:\.default)?)"
+)
+# PEFT saves the embeddings of the base model beside adapters of them, which LoRA does not train.
+_BASE = re.compile(r"(?:base_model\.model\.)?(.*(?:embed_tokens|lm_head))(?:\.base_layer)?\.weight")
 # Keys of adapter_config.json with other values than these change what the adapter computes.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
@@ -65,10 +69,16 @@ class LoraPair:
 
 @dataclass(frozen=True)
 class PeftFolder:
-    """A checked folder. `pairs` by name of the module in the model, without PEFT's prefix; `digest` of both files."""
+    """A checked folder.
+
+    pairs    by name of the module in the model, without PEFT's prefix
+    bases    shapes of embeddings of the base model that the file holds too, by module
+    digest   of both files
+    """
 
     folder: Path
     pairs: Mapping[str, LoraPair]
+    bases: Mapping[str, tuple[int, ...]]
     digest: str
 
     @classmethod
@@ -87,7 +97,10 @@ class PeftFolder:
         for part in (folder / CONFIG_FILE, file):
             with part.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
-        return cls(folder, _pairs(config, shapes, file), digest.hexdigest())
+        bases = {
+            match[1]: shape for name, shape in shapes.items() if (match := _BASE.fullmatch(name))
+        }
+        return cls(folder, _pairs(config, shapes, file), bases, digest.hexdigest())
 
     @contextmanager
     def tensors(self) -> Iterator[Any]:
@@ -144,10 +157,10 @@ def _pairs(
     others = []
     for name in shapes:
         match = _TENSOR.fullmatch(name)
-        if match is None or len(shapes[name]) != 2:
+        if match is not None and len(shapes[name]) == 2:
+            names.setdefault(match[1], {})[match[2] or match[3]] = name
+        elif not _BASE.fullmatch(name):
             others.append(name)
-        else:
-            names.setdefault(match[1], {})[match[2]] = name
     if others:
         raise AdapterError(f"{file}: not supported: {named(others)}")
     if not names:

@@ -9,12 +9,12 @@ S slots, e experts of the rank, P parts, r the largest rank, N outputs and K inp
 import torch
 
 from kernels.lora.experts import ExpertAdapters, ExpertLora
-from kernels.lora.product import LoraWeights
+from kernels.lora.product import EmbeddingLora, LoraWeights
 from workers.adapters.expert_layout import ExpertFill, ExpertProduct
 from workers.adapters.layout import AdapterLayout, Product
 from workers.adapters.peft_folder import LoraPair, PeftFolder, check_finite
 from workers.layers.linear import Linear
-from workers.models.layer_stack import LayerStack
+from workers.models.decoder import DecoderLM
 from workers.weights.slots import WeightSlot, parameter_of
 
 
@@ -41,11 +41,14 @@ class AdapterPools:
         """Bytes of one slot, and of one adapter in host memory."""
         return self.num_bytes // len(self.pool)
 
-    def attach(self, model: LayerStack) -> None:
+    def attach(self, model: DecoderLM) -> None:
         """Let the products of `model`, and of its views, add the adapters of their rows."""
         for product in self.layout.products:
-            linear: Linear = parameter_of(model, product.linear)
             a_SQK, b_SNr = self._views(self.pool, product)
+            if product.is_table:
+                model.embedding_lora = EmbeddingLora(a_SQK, b_SNr)
+                continue
+            linear: Linear = parameter_of(model, product.linear)
             linear.lora = LoraWeights(a_SQK, b_SNr, product.blocks)
         of_blocks: dict[str, list[ExpertLora]] = {}
         for routed in self.layout.experts.products:
@@ -57,7 +60,7 @@ class AdapterPools:
 
     def stage(self, folder: PeftFolder) -> torch.Tensor:
         """Return the host copy of an adapter: zeros where the adapter has nothing. Raises AdapterError."""
-        placed = self.layout.place(folder.pairs)
+        placed = self.layout.place(folder)
         staged = torch.zeros(1, self.layout.size, dtype=self.pool.dtype, pin_memory=self._pinned)
         with folder.tensors() as tensors:
             for name, pair in folder.pairs.items():
@@ -81,8 +84,12 @@ class AdapterPools:
     ) -> None:
         a_SQK, b_SNr = self._views(staged, product)
         first = part * self.layout.rank
-        a_SQK[0, first : first + pair.rank] = a_rK
         scaled_Nr = b_Nr.float() * pair.scale(pair.rank)
+        if product.is_table:
+            a_SQK[0, :, : pair.rank] = a_rK.t()
+            b_SNr[0, :, : pair.rank] = scaled_Nr
+            return
+        a_SQK[0, first : first + pair.rank] = a_rK
         for entry, its_part in product.entries:
             if its_part == part:
                 target = b_SNr[0, slice(*(entry.rows or (0, product.rows))), : pair.rank]
@@ -112,11 +119,12 @@ class AdapterPools:
         self.pool[slot - 1].copy_(staged, non_blocking=True)
 
     def _views(self, pool: torch.Tensor, product: Product) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A [S, P * r, K] and B [S, N, r] of a product."""
+        """Return A [S, P * r, K], of an embedding [S, K, r], and B [S, N, r] of a product."""
         rank, count = self.layout.rank, len(pool)
         height = len(product.modules) * rank
         a_end, b_end = product.a + height * product.columns, product.b + product.rows * rank
-        a_SQK = pool[:, product.a : a_end].view(count, height, product.columns)
+        shape = (product.columns, rank) if product.is_table else (height, product.columns)
+        a_SQK = pool[:, product.a : a_end].view(count, *shape)
         return a_SQK, pool[:, product.b : b_end].view(count, product.rows, rank)
 
     def _expert_views(

@@ -355,5 +355,6 @@ class StepGraphs:
             kept_TD[: key.rows].copy_(after[layer])
         self._hidden_TD[: key.rows].copy_(hidden_TD)
         if key.mode.gives_logits:
-            self._model.compute_logits(hidden_TD, out=self._logits_TV[: key.rows])
+            out_TV = self._logits_TV[: key.rows]
+            self._model.compute_logits(hidden_TD, out=out_TV, adapters=resolved.adapters)
         return self._expert_load.take()

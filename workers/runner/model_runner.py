@@ -9,6 +9,7 @@ import torch
 
 from kernels.backends.select import Backends
 from kernels.host.host_copy import HostCopies, StepClock
+from kernels.lora.rows import AdapterRows
 from kernels.pending import Pending
 from kernels.routing.expert_load import LoadSample
 from workers.kv_cache.manager import KVCacheManager
@@ -205,7 +206,7 @@ class ModelRunner:
         hidden_TD, _, offs_Le, _ = forwarded
         # A step that completes a prompt also samples its first token.
         prompts = self._prompt_logprobs.collect(
-            scheduled.parts, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
+            scheduled.parts, batch.query_start_loc_cpu, hidden_TD, self._prompt_logits
         )
         vectors = self._pooling.collect(scheduled, batch.query_start_loc_cpu, hidden_TD)
         clock.mark()
@@ -335,7 +336,18 @@ class ModelRunner:
         """Return the float32 logits of batch.logits_indices; None without any."""
         if not len(batch.logits_indices):
             return None
-        return self.model.compute_logits(hidden_TD[batch.logits_indices])
+        hidden_LD = hidden_TD[batch.logits_indices]
+        if batch.adapters is None or not self.model.head_takes_adapters:
+            return self.model.compute_logits(hidden_LD)
+        adapters = batch.adapters.take(batch.logits_indices)
+        return self.model.compute_logits(hidden_LD, adapters=adapters)
+
+    def _prompt_logits(self, hidden_ND: torch.Tensor, adapter_slot: int) -> torch.Tensor:
+        """Return the float32 logits of rows of one sequence."""
+        if not adapter_slot or not self.model.head_takes_adapters:
+            return self.model.compute_logits(hidden_ND)
+        adapters = AdapterRows.of_one(adapter_slot, len(hidden_ND), hidden_ND.device)
+        return self.model.compute_logits(hidden_ND, adapters=adapters)
 
     def _sample(
         self,
