@@ -7,7 +7,7 @@ T tokens, H query heads, h KV heads, d head dim, B sequences.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ class TritonPagedAttention(GraphAttention):
     name = "triton"
     devices = ("cuda",)
     auto = "our kernels serve sinks and sliding windows"
-    windows = sinks = fp8_cache = mixed_graph = True
+    windows = sinks = fp8_cache = mixed_graph = shortens = True
     distributions: tuple[str, ...] = ("triton",)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
@@ -91,6 +91,7 @@ class TritonPagedAttention(GraphAttention):
         self._group = max(groups, default=1)
         self._num_decodes = self._num_tokens = self._programs = 0
         self._layers: dict[int | None, _Layers] = {}
+        self._planned_layers: dict[int | None, _Layers] = {}  # before they were shortened
         self._prompts: _Prompts | None = None
         self._graphs: _GraphBuffers | None = None
 
@@ -177,6 +178,7 @@ class TritonPagedAttention(GraphAttention):
             table, slots = blocks[window]
             decoded = self._chunks_type(*parts, table, cut=self._cut(window, cuts))
             self._layers[window] = _Layers(slots, table, decoded)
+        self._planned_layers = self._layers
         self._prompts = None
         if found:
             seqs, firsts, starts, lens = found
@@ -291,6 +293,16 @@ class TritonPagedAttention(GraphAttention):
         self._num_decodes, self._num_tokens = decodes, num_rows
         blocks = {it: self._copy_blocks(graphs, batch, it, num_rows) for it in self._windows}
         self._take(integers, lists, cuts, blocks)
+
+    def shorten(self, lens_R: torch.Tensor, slots_R: torch.Tensor) -> None:
+        assert self._prompts is None, "prompts have the lengths of their plan"
+        assert self._windows == (None,), "layers with windows have slots of their own"
+        assert len(lens_R) == len(slots_R) == self._num_decodes, (len(lens_R), self._num_decodes)
+        planned = self._planned_layers[None]
+        lens_C = lens_R.index_select(0, planned.chunks.seqs.clamp(min=0))
+        # A chunk behind the end has no keys.
+        chunks = replace(planned.chunks, ends=torch.minimum(planned.chunks.ends, lens_C))
+        self._layers = {None: replace(planned, slots=slots_R, chunks=chunks)}
 
     def _padded_prompt_lists(
         self, batch: AttentionBatch, num_rows: int, num_seqs: int

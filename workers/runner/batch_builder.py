@@ -98,7 +98,7 @@ class ForwardBatchBuilder:
         *,
         last_tokens: torch.Tensor | None = None,
     ):
-        self.last_tokens = last_tokens
+        self.last_tokens, self.max_num_tokens = last_tokens, max_num_tokens
         self._table, self._cache = table, cache
         largest: dict[Axis, int] = {
             "row": max_num_tokens,
