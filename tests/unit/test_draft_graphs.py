@@ -18,6 +18,7 @@ from workers.runner.graph_sizes import GraphKey, GraphSizes, decode_sizes, mixed
 from workers.runner.graph_times import agreed_times
 from workers.speculation.model_drafter import ModelDrafter
 from workers.speculation.step_times import StepSeconds
+from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
 from workers.step.step_sync import GraphMode
 
@@ -66,11 +67,11 @@ class Drafted:
         self.answers: dict[str, list[int]] = {}
         taken = ModelDrafter.drafted
 
-        def record(drafter: ModelDrafter, seq: Sequence, token_ids: tuple[int, ...]) -> None:
-            name, place = seq.request.request_id, seq.num_output_tokens
+        def record(drafter: ModelDrafter, seq: Sequence, drafts: Drafts) -> None:
+            name, place, token_ids = seq.request.request_id, seq.num_output_tokens, drafts.read()
             self.seen.append((name, place, token_ids))
             right = self.answers[name][place : place + place % (DEPTH + 1)]
-            taken(drafter, seq, (*right, *token_ids[len(right) :])[: len(token_ids)])
+            taken(drafter, seq, Drafts.known((*right, *token_ids[len(right) :])[: len(drafts)]))
 
         monkeypatch.setattr(ModelDrafter, "drafted", record)
 

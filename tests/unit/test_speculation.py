@@ -14,6 +14,7 @@ from workers.speculation.depth import Acceptance, choose_depths
 from workers.speculation.ngram import NGRAM, NGramDrafter
 from workers.speculation.speculator import PROBE_EVERY, Speculator, make_speculator
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize, StepTimes
+from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
 
 
@@ -297,18 +298,18 @@ def test_a_draft_model_that_does_not_pay_drafts_one_token_now_and_then():
     drafts = make_speculator(config, MEASURED)
     seq = sequence([1], output=[4])
     assert drafts.draft_steps([seq], 1) == 3, "a new sequence"
-    drafts.committed(seq, (5, 6, 7))
+    drafts.committed(seq, Drafts.known((5, 6, 7)))
     assert seq.speculates
     list(drafts.drafts([seq], 1, 8))
     for token in range(100, 140):
         seq.token_ids.append(token)
-        drafts.committed(seq, (5, 6, 7))
+        drafts.committed(seq, Drafts.known((5, 6, 7)))
     assert not seq.speculates
     found = [drafts.draft_steps([seq], step) for step in range(4 * PROBE_EVERY)]
     assert found == ([1] + [0] * (PROBE_EVERY - 1)) * 4
     while not seq.speculates:
         seq.token_ids.append(8)
-        drafts.committed(seq, (8,))
+        drafts.committed(seq, Drafts.known((8,)))
     assert drafts.draft_steps([seq], 1) == 3
     always = make_speculator(config.model_copy(update={"adaptive": False}), MEASURED)
     assert always.draft_steps([seq], 1) == 3

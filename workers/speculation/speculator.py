@@ -14,6 +14,7 @@ from workers.speculation.drafter import Drafter, Guesses
 from workers.speculation.model_drafter import ModelDrafter
 from workers.speculation.ngram import NGramDrafter
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize
+from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
 
 PROBE_EVERY = 8
@@ -45,7 +46,7 @@ class Speculator:
     def committed(
         self,
         seq: Sequence,
-        drafts: tuple[int, ...] | None = None,
+        drafts: Drafts | None = None,
         verified: tuple[int, int] = (0, 0),
     ) -> None:
         """Read the new tokens of `seq`, and decide whether its next step waits for them.
