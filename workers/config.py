@@ -207,9 +207,13 @@ class CacheConfig(Section):
         return tuple(replace(spec, fp8_cache=self.dtype == "fp8") for spec in specs)
 
     def cached_states(
-        self, specs: Iterable[LinearAttentionSpec]
+        self, specs: Iterable[LinearAttentionSpec], num_drafts: int = 0
     ) -> tuple[LinearAttentionSpec, ...]:
-        """Return the specs of a model's layers of linear attention with this cache's precision of states."""
+        """Return the specs of a model's layers of linear attention with this cache's precision of states.
+
+        num_drafts   most drafts of a sequence in a step
+        """
+        specs = (replace(spec, num_drafts=num_drafts) for spec in specs)
         if self.state_dtype == "auto":
             return tuple(specs)
         return tuple(replace(spec, state_dtype=self.state_dtype) for spec in specs)
@@ -306,9 +310,14 @@ class SpeculationConfig(Section):
         return self.method in ("mtp", "eagle3")
 
     @property
+    def most_drafts(self) -> int:
+        """Most drafts of a sequence in a step; 0 without speculation."""
+        return 0 if self.method == "off" else self.num_draft_tokens
+
+    @property
     def rows_per_seq(self) -> int:
         """Most rows of a sequence in a step that generates: its last token, and its drafts."""
-        return 1 if self.method == "off" else 1 + self.num_draft_tokens
+        return 1 + self.most_drafts
 
 
 _OF_EPOCH = ("num_ranks", "num_nodes", "threads", "vote_timeout_s", "log_level", "log_format")

@@ -39,7 +39,7 @@ class _Layers:
 
     slots: torch.Tensor
     block_table: torch.Tensor
-    chunks: Any  # kernels.triton.paged_decode.Chunks
+    chunks: Any  # kernels.triton.decode_merge.Chunks
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class TritonPagedAttention(GraphAttention):
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)
-        from kernels.triton import paged_attention, paged_decode, paged_decode_fp8
+        from kernels.triton import decode_merge, paged_attention, paged_decode
         from kernels.triton.fp8_heads import store_fp8
         from kernels.triton.paged import store_kv
 
         self._prompt_kernel: Any = paged_attention
-        self._decode_kernel: Any = paged_decode
-        self._decode_fp8 = paged_decode_fp8.paged_decode_fp8
+        self._decode: Any = paged_decode.paged_decode
+        self._chunks_type: Any = decode_merge.Chunks
         self._store_kv, self._store_fp8 = store_kv, store_fp8
         self._caches: list[tuple[torch.Tensor, ...]] = []
         self._windows = tuple(dict.fromkeys(spec.window for spec in specs))
@@ -176,7 +176,7 @@ class TritonPagedAttention(GraphAttention):
         for window in self._windows:
             parts, found = found[:4], found[4:]
             table, slots = blocks[window]
-            decoded = self._decode_kernel.Chunks(*parts, table, cut=self._cut(window, cuts))
+            decoded = self._chunks_type(*parts, table, cut=self._cut(window, cuts))
             self._layers[window] = _Layers(slots, table, decoded)
         self._planned_layers = self._layers
         self._prompts = None
@@ -237,12 +237,8 @@ class TritonPagedAttention(GraphAttention):
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         if self._num_tokens < len(q_THd):
             out_THd[self._num_tokens :] = 0
-        decoded = (out_THd[:rows], layers.chunks)
         options: dict[str, Any] = {"scale": spec.scale, "sinks_H": sinks_H}
-        if exponents:
-            self._decode_fp8(q_THd[:rows], caches, *decoded, **options)
-        else:
-            self._decode_kernel.paged_decode(q_THd[:rows], k_cache, v_cache, *decoded, **options)
+        self._decode(q_THd[:rows], caches, out_THd[:rows], layers.chunks, **options)
         if self._prompts is not None:
             self._prompt_kernel.paged_attention(
                 *(q_THd, k_cache, v_cache, out_THd, layers.block_table),

@@ -156,7 +156,7 @@ class Compared:
         kind = key.mode.name, form.name, key.ubatch
         self.kinds[kind] += 1
         replayed = self._replay(batch, key)
-        planner.plan_graph(batch, key.rows, form)
+        planner.plan_graph(batch, key.rows, form, prompts=prompts)
         same = self._eager(batch, key)
         if not all(torch.equal(*pair) for pair in zip(replayed, same, strict=True)):
             worst = max(calc_diff(*pair) for pair in zip(replayed, same, strict=True))

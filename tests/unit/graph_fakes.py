@@ -10,6 +10,7 @@ import torch
 
 from kernels.attention.base import Attention, GraphForm
 from kernels.attention.batch import AttentionBatch
+from kernels.linear_attention.base import LinearAttention
 from workers.runner import cuda_graphs
 from workers.runner.cuda_graphs import StepGraphs
 from workers.runner.graph_sizes import GraphSizes
@@ -24,13 +25,13 @@ class EagerGraphs(StepGraphs):
 
 
 class EagerPlanner:
-    """Attention without graphs in place of attention with them.
+    """Attentions without graphs in place of attentions with them.
 
     Attention on a CPU writes K and V of each row. There is a spare block for rows that write none.
     """
 
-    def __init__(self, attention: Attention) -> None:
-        self._attention = attention
+    def __init__(self, attention: Attention, linear: LinearAttention | None = None) -> None:
+        self._attention, self._linear = attention, linear
         caches, axis = attention.kv_caches, 0 if attention.mla else 1
         self._spare_slot = caches[0].shape[axis] * attention.block_size
         attention.bind([torch.cat((cache, cache.narrow(axis, 0, 1)), axis) for cache in caches])
@@ -44,8 +45,12 @@ class EagerPlanner:
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
         return self.forms(num_rows, prompts=prompts)[-1]
 
-    def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
+    def plan_graph(
+        self, batch: AttentionBatch, num_rows: int, form: GraphForm, *, prompts: bool = False
+    ) -> None:
         self._plan(batch)
+        if self._linear is not None:
+            self._linear.plan(batch)
 
     def _plan(self, batch: AttentionBatch) -> None:
         slots = torch.where(batch.slot_mapping < 0, self._spare_slot, batch.slot_mapping)
@@ -55,8 +60,10 @@ class EagerPlanner:
 class ShortenedPlanner(EagerPlanner):
     """The same, with lengths that the forward sets."""
 
-    def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
-        super().plan_graph(batch, num_rows, form)
+    def plan_graph(
+        self, batch: AttentionBatch, num_rows: int, form: GraphForm, *, prompts: bool = False
+    ) -> None:
+        super().plan_graph(batch, num_rows, form, prompts=prompts)
         self._batch, self._num_rows = batch, num_rows
 
     def shorten(self, lens_R: torch.Tensor, slots_R: torch.Tensor) -> None:
@@ -90,7 +97,8 @@ def eager_graphs(
     )
     monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
     monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
-    planner = EagerPlanner(runner._backends.attention)
+    backends = runner._backends
+    planner = EagerPlanner(backends.attention, backends.linear_attention)
     monkeypatch.setattr(cuda_graphs.GraphPlanner, "of", lambda backends: planner)
     return EagerGraphs(
         runner.model,

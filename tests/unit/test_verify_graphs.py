@@ -7,14 +7,23 @@ import pytest
 from kernels.attention.base import GraphForm
 from tests.unit.graph_fakes import eager_graphs
 from tests.unit.test_drafts import PROMPTS, SALTS, Served, drafts_from, no_drafts, served
+from tests.unit.test_state_drafts import served_states
 from workers.runner.graph_sizes import GraphSizes, decode_sizes, mixed_sizes
 
 __all__ = ["served"]  # a fixture
 
 
-@pytest.fixture
-def captured(served: Served, monkeypatch):
+@pytest.fixture(scope="module")
+def of_states(tmp_path_factory):
+    """A server of delta nets."""
+    with served_states(tmp_path_factory.mktemp("states"), "qwen3_next") as server:
+        yield server
+
+
+@pytest.fixture(params=["served", "of_states"])
+def captured(request, monkeypatch):
     """The server with graphs of up to 16 rows."""
+    served: Served = request.getfixturevalue(request.param)
     runner, engine = served.epoch.runner, served.epoch.engine
     sizes = GraphSizes(decode_sizes(3), mixed_sizes(32), decode_sizes(15))
     graphs = eager_graphs(runner, sizes, monkeypatch)

@@ -92,7 +92,7 @@ class RunnerMaker:
             config.cache.block_size,
             self.process.model_config.vocab_size,
             windows=self.process.model_config.window is not None,
-            num_drafts=config.speculation.rows_per_seq - 1,
+            num_drafts=config.speculation.most_drafts,
             pooling=self.process.pooling,
         )
 

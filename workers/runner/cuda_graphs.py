@@ -255,7 +255,7 @@ class StepGraphs:
             form = planner.form(batch, key.rows, prompts=prompts)
         graph = self._graphs.get((key, form))
         assert isinstance(graph, ForwardGraph), f"a step replays {key}, which was not captured"
-        planner.plan_graph(batch, key.rows, form)
+        planner.plan_graph(batch, key.rows, form, prompts=key.mode == GraphMode.MIXED)
         return graph
 
     def _replay(self, key: GraphKey, form: GraphForm) -> None:
@@ -297,7 +297,8 @@ class StepGraphs:
         count = min(key.rows, self._max_seqs)
         decodes = AttentionBatch.dummy_decodes(count, self._model.device)
         if not key.drafts:
-            self._planner(key).plan_graph(decodes, key.rows, form)
+            prompts = key.mode == GraphMode.MIXED
+            self._planner(key).plan_graph(decodes, key.rows, form, prompts=prompts)
             return
         assert self._drafts is not None, "there is no draft model"
         self._drafts.plan_dummy(decodes, key, form)

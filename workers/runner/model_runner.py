@@ -16,6 +16,7 @@ from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_snapshots import independent
 from workers.models.decoder import DecoderLM
 from workers.pooling.head import PoolingHead
+from workers.runner.accepted_drafts import accept_drafts
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
 from workers.runner.draft_graphs import TargetStates
@@ -170,6 +171,9 @@ class ModelRunner:
             logits_LV = forwarded[1]
             if logits_LV is not None:
                 sampled = self._sample(logits_LV, batch, mask, scheduled.draft_token_ids)
+            if self._linear_attention is not None:
+                drawn = sampled.token_B, counts_B
+                accept_drafts(self._linear_attention, scheduled, batch, *drawn)
             read = self._finish(scheduled, batch, forwarded, sampled, clock, prepare, counts_B)
             return sampled, read
         except Exception as error:

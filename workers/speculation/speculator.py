@@ -136,7 +136,7 @@ class Speculator:
 def make_speculator(
     config: SpeculationConfig, measured: StepSeconds | None = None
 ) -> Speculator | None:
-    """Return the speculation of a rank in an epoch, where the model takes drafts back; None: off.
+    """Return the speculation of a rank in an epoch; None: off.
 
     measured   seconds of steps; None: they were not measured at the start
     """
