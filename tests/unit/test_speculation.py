@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.distributed.engine_harness import make_request
 from workers.config import SpeculationConfig
-from workers.speculation.depth import Acceptance, choose_depths
+from workers.speculation.depth import Acceptance, choose_depths, choose_passes
 from workers.speculation.ngram import NGRAM, NGramDrafter
 from workers.speculation.speculator import PROBE_EVERY, Speculator, make_speculator
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize, StepTimes
@@ -253,6 +253,7 @@ MEASURED = StepSeconds(
     first=((1, 0.1), (128, 0.4)),
     one_draft=((1, 0.3), (32, 0.4)),
     drafts=((1, 1.0), (32, 1.5)),
+    most=3,
 )
 
 
@@ -265,6 +266,9 @@ def test_costs_are_right_before_the_first_step():
     assert found[-1] == pytest.approx((12.6 + 0.4 + 1.5) / (6.0 + 0.1 + 0.3 * 31 / 127))
     assert (np.diff(found) > 0).all()
     assert float(MEASURED.of(256, True)) == pytest.approx(2 * 12.6)
+    assert costs.expected(1, 1, 2)[0] == pytest.approx(
+        (4.2 + 0.2 / 3 + 0.1 + 0.3 / 127 + 0.65) / 4.1
+    )
     latent = StepSeconds(decode=MEASURED.decode)
     assert float(latent.of(8, True)) == 5.0
 
@@ -293,6 +297,27 @@ def test_the_slowest_rank_has_the_times_of_the_group():
     assert str(one).startswith("decode 1: 4000.00, 8: 5000.00, 32: 6000.00; verify 1: 4200.00")
 
 
+@pytest.mark.parametrize(
+    ("share", "of_draft", "expected"), [(0.9, 0.1, 3), (0.5, 0.1, 2), (0.3, 0.1, 1), (0.9, 1.5, 1)]
+)
+def test_as_many_passes_run_as_pay(share, of_draft, expected):
+    """Rows cost nothing here; each draft costs a pass behind every step."""
+    measured = StepSeconds(
+        decode=((1, 1.0),),
+        verify=((1, 1.0), (9, 1.0)),
+        one_draft=((1, of_draft),),
+        drafts=((1, 3.5 * of_draft),),
+        most=3,
+    )
+    costs = DraftCosts(measured)
+    rates = [
+        (1 + sum(share**place for place in range(1, count + 1))) / costs.expected(1, 3, count)[-1]
+        for count in (1, 2, 3)
+    ]
+    found = choose_passes(np.array([share]), 3, 1, lambda count: costs.expected(1, 3, count))
+    assert found == 1 + int(np.argmax(rates)) == expected
+
+
 def test_a_draft_model_that_does_not_pay_drafts_one_token_now_and_then():
     config = SpeculationConfig(method="mtp", num_draft_tokens=3)
     drafts = make_speculator(config, MEASURED)
@@ -310,6 +335,11 @@ def test_a_draft_model_that_does_not_pay_drafts_one_token_now_and_then():
     while not seq.speculates:
         seq.token_ids.append(8)
         drafts.committed(seq, Drafts.known((8,)))
+    assert 0 < drafts.draft_steps([seq], 1) < 3
+    for _ in range(40):
+        seq.token_ids.append(8)
+        drafts.committed(seq, Drafts.known((8,)))
+        list(drafts.drafts([seq], 1, 8))
     assert drafts.draft_steps([seq], 1) == 3
     always = make_speculator(config.model_copy(update={"adaptive": False}), MEASURED)
     assert always.draft_steps([seq], 1) == 3

@@ -61,6 +61,8 @@ class DraftStore:
         if self._last_tokens is not None and drafts_SK.numel():
             kept_RK = self._last_tokens[self._num_rows :].view(self._num_rows, -1)
             kept_RK[:, :depth].index_copy_(0, to_device(rows.table, drafts_SK.device), drafts_SK)
+        if not depth:
+            return StepDrafts(HostCopies(None), rows.table, drafts_SK)
         copy = HostCopies(stream)
         self._pending = StepDrafts(copy, rows.table, copy(drafts_SK))
         copy.finish()

@@ -3,6 +3,8 @@
 S sequences with drafts, K the most drafts of one.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 PRIOR = 0.5
@@ -37,6 +39,29 @@ class Acceptance:
     def share(self) -> float:
         """The probability that the next guess is right."""
         return self._right / self._guesses
+
+
+def choose_passes(
+    acceptance_S: np.ndarray,
+    most: int,
+    num_decodes: int,
+    costs: Callable[[int], np.ndarray],
+) -> int:
+    """Return how many tokens a draft model is to draft of each sequence, 1 to `most`.
+
+    acceptance_S, num_decodes   as in choose_depths
+    costs(count)                its costs_N, with passes that draft `count` tokens behind each step with drafts
+    """
+    rates = []
+    for count in range(1, most + 1):
+        costs_N = costs(count)
+        available_S = np.full(len(acceptance_S), count)
+        depths_S = choose_depths(acceptance_S, available_S, num_decodes, costs_N)
+        places_SK = np.arange(1, count + 1) <= depths_S[:, None]
+        survival_SK = acceptance_S[:, None] ** np.arange(1, count + 1)
+        tokens, num_drafts = num_decodes + survival_SK[places_SK].sum(), int(depths_S.sum())
+        rates.append(tokens / max(LEAST_COST, costs_N[num_drafts - 1]) if num_drafts else 0.0)
+    return 1 + int(np.argmax(rates))
 
 
 def choose_depths(

@@ -9,13 +9,16 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from workers.config import SpeculationConfig
-from workers.speculation.depth import PRIOR, Acceptance, choose_depths
+from workers.speculation.depth import PRIOR, Acceptance, choose_depths, choose_passes
 from workers.speculation.drafter import Drafter, Guesses
 from workers.speculation.model_drafter import ModelDrafter
 from workers.speculation.ngram import NGramDrafter
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize
 from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
+
+CHOOSE_EVERY = 8
+"""Steps from one choice of the draft model's passes to the next, which takes the time of several choices of drafts."""
 
 PROBE_EVERY = 8
 """Steps from one draft to the next while no drafts pay: a draft costs the draft model's head, of whole logits."""
@@ -42,6 +45,8 @@ class Speculator:
         self._acceptance: dict[Sequence, Acceptance] = {}
         self._costs = DraftCosts(measured)
         self._least = 0.0  # acceptance from which drafts pay
+        self._passes = config.num_draft_tokens if config.uses_model else 0
+        self._num_choices = 0
 
     def committed(
         self,
@@ -83,7 +88,7 @@ class Speculator:
         if not num_decodes:
             return
         # With a draft for each sequence, tokens rise by the share of right guesses.
-        costs = self._costs.expected(num_decodes, max(1, num_decodes), self._draft_steps)
+        costs = self._costs.expected(num_decodes, max(1, num_decodes), self._passes)
         self._least = float(costs[-1]) - 1
         most = min(self._most, budget)
         found = [(seq, drafts) for seq in seqs if (drafts := self._drafter.propose(seq, most))]
@@ -96,9 +101,10 @@ class Speculator:
                 available_S,
                 num_decodes,
                 self._costs.expected(
-                    num_decodes, min(budget, int(available_S.sum())), self._draft_steps
+                    num_decodes, min(budget, int(available_S.sum())), self._passes
                 ),
             )
+            self._choose_passes([seq for seq, _ in found], num_decodes, budget)
             if not depths.any():
                 self._costs.relax()
         else:
@@ -108,10 +114,18 @@ class Speculator:
             if depth:
                 yield seq, drafts[:depth]
 
-    @property
-    def _draft_steps(self) -> int:
-        """Tokens that a draft model drafts behind a step with drafts; 0: there is none."""
-        return self._most if self.uses_model else 0
+    def _choose_passes(self, seqs: list[Sequence], num_decodes: int, budget: int) -> None:
+        """Choose anew, now and then, how many tokens a draft model drafts behind each step with drafts."""
+        self._num_choices += 1
+        if not self.uses_model or self._num_choices % CHOOSE_EVERY != 1:
+            return
+        num_drafts = min(budget, len(seqs) * self._most)
+        self._passes = choose_passes(
+            np.array([self._acceptance[seq].share for seq in seqs]),
+            self._most,
+            num_decodes,
+            lambda count: self._costs.expected(num_decodes, num_drafts, count),
+        )
 
     def draft_steps(self, seqs: Iterable[Sequence], step: int) -> int:
         """Return how many tokens a draft model is to draft of each of these sequences behind step number `step`.
@@ -120,7 +134,7 @@ class Speculator:
         comes: ranks probe in the same steps.
         """
         if any(map(self._pays, seqs)):
-            return self._most
+            return self._passes
         return int(step % PROBE_EVERY == 0)
 
     def observe(self, size: StepSize, seconds: float) -> None:
