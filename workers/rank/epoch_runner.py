@@ -60,6 +60,10 @@ class RunnerMaker:
             scheduler.adapters = AdapterSlots(
                 config.lora.max_loras, store.__contains__, store.write
             )
+        drafts = None
+        if self.draft is not None:
+            most = config.speculation.num_draft_tokens
+            drafts = self.draft.passes(scheduler, process.device, most)
         runner = ModelRunner(
             model,
             backends,
@@ -72,7 +76,7 @@ class RunnerMaker:
             device=process.device,
             asynchronous=process.asynchronous,
             ubatches=self.ubatches.wrapper(self.model),
-            drafts=None if self.draft is None else self.draft.passes(scheduler, process.device),
+            drafts=drafts,
             acceptance=acceptance_of(config.speculation),
             adapters=process.adapters is not None,
         )

@@ -111,7 +111,7 @@ class StepGraphs:
         self._max_seqs = max_seqs
         self._graphs: dict[tuple[GraphKey, GraphForm], CapturedGraph] = {}
         self._postponed: set[GraphKey] = set()
-        self._ran_forms: set[tuple[bool, int, bool, GraphForm]] = set()
+        self._ran_forms: set[tuple[GraphKey, GraphForm]] = set()
         self._stream = _capture_stream(model.device)
         planners: list[GraphPlanner | UBatchWrapper] = [self._whole]
         if ubatches is not None:
@@ -216,7 +216,7 @@ class StepGraphs:
             if progress is not None:
                 progress(done, len(forms))
             # Forms of one size differ only in attention's kernel, which takes any number of rows.
-            kind = (key.ubatch, key.drafts, key.adapters, form)
+            kind = key._replace(rows=0), form
             known = key in ran and kind in self._ran_forms
             self._graphs[key, form] = self._capture(key, form, run=not known)
             ran.add(key)
@@ -306,7 +306,10 @@ class StepGraphs:
 
     @torch.inference_mode()
     def seconds(self, key: GraphKey) -> float:
-        """Return the device's seconds of a replay with random tokens in all rows, without context. Collective."""
+        """Return the device's seconds of a replay with random tokens in all rows, without context. Collective.
+
+        But with states of linear attention, which are most of what it reads and writes. Before there are sequences.
+        """
         form = self._forms(key)[-1]
         device = self._model.device
         batch = self._builder.build(_IDLE, key.rows, graph=True)
@@ -314,6 +317,9 @@ class StepGraphs:
         batch.num_token_non_padded.fill_(key.rows)
         batch.input_ids.random_(self._model.config.vocab_size)
         self._plan_dummy(key, form)
+        if not key.drafts:
+            drafts = key.mode == GraphMode.VERIFY
+            self._whole.plan_states(key.rows, self._max_seqs, drafts=drafts)
         replay = self._graphs[key, form].graph.replay
         replay()
         clock = StepClock(device)
