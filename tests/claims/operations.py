@@ -188,5 +188,5 @@ def tails() -> Iterator[str]:
 
 def claims() -> Iterator[str]:
     """All measured claims of the page."""
-    for part in (gpu_pauses, chaos, hosts, start, tails):
+    for part in (gpu_pauses, chaos, soak, hosts, start, tails):
         yield from part()
