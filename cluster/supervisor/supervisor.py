@@ -63,7 +63,8 @@ class Supervisor:
             ingresses=lambda: self._leases.ingress_ids,
             keep=self._save_state,
         )
-        self._adapters.begin(self._pool.groups[0].spec.ranks.adapters)
+        of_first = (it for group in self._pool.groups[:1] for it in group.spec.ranks.adapters)
+        self._adapters.begin(of_first)
         self._state.adapters = self._adapters.state
         self._metrics = SnapshotTotals()
         self._refused: dict[bytes, float] = {}  # digests of requests, by the time of their report

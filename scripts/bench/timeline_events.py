@@ -46,7 +46,10 @@ RULES: tuple[tuple[StepPart, str], ...] = (
         r"push_rows|pack_rows|deep_ep::.*(dispatch|layout)|nccl.*(AllGather|SendRecv)",
     ),
     (StepPart.EXPERT_ORDER, r"permute_pairs|count_pairs|scan_counts|scatter_(rows|fp8)"),
-    (StepPart.DENSE, r"quantise_rows|skinny_(linear|fp8)|sm90_fp8_gemm.*GemmType\)0"),
+    (
+        StepPart.DENSE,
+        r"quantise_rows|skinny_(linear|fp8)|expand_four_bit|lora_(expand|shrink)|sm90_fp8_gemm.*GemmType\)0",
+    ),
     (
         StepPart.GROUPED,
         r"grouped_gemm(_fp8)?_kernel|GroupProblemShape|deep_gemm::|sm90_(bf16|fp8)_gemm",

@@ -45,7 +45,9 @@ class Fp8Gemm(ReferenceGroupedGemm):
         w2: BlockWeights,
         activation: Activation = "silu",
         biases: Biases | None = None,
+        adapters: None = None,
     ) -> torch.Tensor:
+        assert adapters is None, "weights in FP8 take no adapters"
         plain = (
             torch.stack([dequantise(w.values[e], w.scales[e]) for e in range(len(w.values))])
             for w in (w13, w2)
