@@ -36,7 +36,8 @@ class OpenRequest:
     begun           the rank has begun this attempt, and sent no token
     on_trial        the rank runs it alone, see `EngineRequest`
     failures        failures of its rank in a row, without a token in between
-    trial_failures  failures of ranks while the request, or another one of its digest, was begun and on trial
+    trial_failures  failures, without a token in between, while the request or another one of its digest was begun and
+                    on trial
     """
 
     request_id: str

@@ -2,9 +2,10 @@
 
 A rank names each request that it begins. When the rank fails, each of its requests that was begun and sent no token is
 put on trial, with its copies: in the next epoch its rank runs it alone among requests without a token. A token clears
-it. The second failure of a rank in trials of one digest proves all open requests of the digest to be poison: ranks that
-ended for another reason would have ended in trials of this digest twice. If the notice was lost with its rank, three
-failures in a row without a token put a request on trial too. Knows nothing of ranks, groups or Ray.
+it. Failures in trials of one digest count together, those of several ranks at once as one. The third failure proves all
+open requests of the digest to be poison; two happen by chance where ranks die often and copies run on several ranks. If
+the notice was lost with its rank, three failures in a row without a token put a request on trial too. Knows nothing of
+ranks, groups or Ray.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from operator import attrgetter
 
 from cluster.client.open_request import OpenRequest
 
-TRIAL_FAILURES = 2
+TRIAL_FAILURES = 3
 UNEXPLAINED_FAILURES = 3
 MAX_CAUSES = 2
 
@@ -44,13 +45,17 @@ class Suspects:
         for _, of_rank in groupby(sorted(filter(failed, requests), key=_by_place), _by_place):
             tried |= self._judge_rank(list(of_rank))
         copies = [request for request in requests if tried and request.digest in tried]
+        poison = set()
         for digest in tried:
-            same = [request for request in copies if request.digest == digest]
+            # A copy with a token in this epoch was cleared, and must not keep the failures of another copy.
+            same = [request for request in copies if request.fresh and request.digest == digest]
             count = 1 + max(request.trial_failures for request in same)
             for request in same:
                 request.trial_failures = count
+            if count >= TRIAL_FAILURES:
+                poison.add(digest)
         _try_copies(requests)
-        return [request for request in copies if request.trial_failures >= TRIAL_FAILURES]
+        return [request for request in copies if request.digest in poison]
 
     def _judge_rank(self, requests: list[OpenRequest]) -> set[bytes]:
         """Judge the requests of one failed rank; return the digests of the requests that had begun their trial."""

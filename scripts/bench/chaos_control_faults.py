@@ -16,8 +16,8 @@ PARTITION_S = 20.0
 NOTICED_S = 10.0
 NUM_POISONED = 4
 RETRIES = 2
-POISON_REBUILDS = 3
-"""Two trials after the first failure; all copies of the request run at the same time."""
+POISON_REBUILDS = 4
+"""Three trials after the first failure; all copies of the request run at the same time."""
 REBUILD_PART_S = 1.5
 CHANGE_S = 120.0
 CUT_OFF = "cannot be reached; other ranks go on"

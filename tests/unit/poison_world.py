@@ -47,6 +47,7 @@ class Ingress:
 class World:
     """Two ranks, and ingresses that keep `num_streams` requests open.
 
+    copies     requests of each name that the ingresses send at once, with one prompt, as for `n`
     poison     the number of tokens at which each request of these names ends its rank
     mute       ranks end before their notices leave, unless a request is on trial
     """
@@ -57,11 +58,13 @@ class World:
         num_streams: int,
         *,
         num_ingresses: int = 1,
+        copies: int = 1,
         poison: dict[str, int] | None = None,
         mute: bool = False,
     ):
         self.chance = random.Random(seed)
-        self.num_streams, self.poison, self.mute = num_streams, poison or {}, mute
+        self.num_streams, self.copies = num_streams, copies
+        self.poison, self.mute = poison or {}, mute
         self.ingresses = [Ingress() for _ in range(num_ingresses)]
         self.num_asked = self.failures = self.excused = self.trials = 0
         self.stalls: list[
@@ -71,11 +74,13 @@ class World:
         self._begin_epoch()
 
     def ask(self, name: str, ingress: int) -> None:
-        """Send a request to a rank."""
+        """Send the copies of a request to ranks."""
         length, tokens = self.chance.randint(4, 40), self.chance.randint(8, 60)
         params = SamplingParams(max_tokens=tokens)
-        prompt = [*[1] * (length - 1), crc32(name.encode()) >> 1]  # another one for each request
-        self._submit(ingress, OpenRequest(name, prompt, params, 0, "", None, 1))
+        prompt = [*[1] * (length - 1), crc32(name.encode()) >> 1]  # another one for each name
+        for number in range(self.copies):
+            request_id = f"{name}.{number}" if number else name
+            self._submit(ingress, OpenRequest(request_id, prompt, params, 0, "", None, 1))
 
     def run(self, num_failures: int, every: tuple[int, int] | None) -> None:
         """Run until so many failures have happened; by chance, `every` so many steps of the ranks, if given."""

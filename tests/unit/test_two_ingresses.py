@@ -70,12 +70,19 @@ def test_both_send_one_poison_and_the_server_stays() -> None:
             await begin(one, "a")
             await begin(other, "b")
             await one.kill(1)
-            for now, name in ((one, "a~2"), (other, "b~3"), (one, "a~4"), (other, "b~5")):
+            for now, name in (
+                (one, "a~2"),
+                (other, "b~3"),
+                (one, "a~4"),
+                (other, "b~5"),
+                (one, "a~6"),
+                (other, "b~7"),
+            ):
                 await begin(now, name)
                 await now.kill(1)
             for found in await asyncio.gather(*asked, return_exceptions=True):
                 assert isinstance(found, PoisonRequestError)
             group = one.supervisor._pool.groups[0]
-            await until(lambda: group.health == GroupHealth("serving", 5, ""))
+            await until(lambda: group.health == GroupHealth("serving", 7, ""))
 
     run(scenario())
