@@ -133,9 +133,9 @@ class EngineClient(OperatorCalls):
         then goes on in the next epoch. A new request goes to a group that serves; without one it waits for at most
         serve.limits.rebuild_wait_s.
         """
-        self._refusals.check(prompt_token_ids, params)
         pinned = None if rank is None else self._router.place(rank)
         with self._adapters.open(adapter) as adapter_id:
+            self._refusals.check(prompt_token_ids, params, adapter_id)
             groups = self._available(pinned) or await self._wait_available(pinned)
             request = OpenRequest(
                 request_id,

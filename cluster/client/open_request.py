@@ -66,7 +66,7 @@ class OpenRequest:
     @property
     def digest(self) -> bytes:
         """The same for all requests that would do the same to a rank."""
-        return request_digest(self.prompt_token_ids, self.params)
+        return request_digest(self.prompt_token_ids, self.params, self.adapter)
 
     @property
     def place(self) -> Place:

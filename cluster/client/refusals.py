@@ -13,11 +13,13 @@ REFUSE_S = 600.0
 """Time for which a digest is refused after its request was set aside."""
 
 
-def request_digest(prompt_token_ids: Sequence[int], params: SamplingParams) -> bytes:
+def request_digest(
+    prompt_token_ids: Sequence[int], params: SamplingParams, adapter: int = 0
+) -> bytes:
     """The digest of all that a rank computes from, without the seed, which the server draws anew for each attempt."""
     found = hashlib.sha256(array("q", prompt_token_ids).tobytes())
     found.update(repr(replace(params, seed=0, stop_token_ids=frozenset())).encode())
-    found.update(repr(sorted(params.stop_token_ids)).encode())
+    found.update(repr((sorted(params.stop_token_ids), adapter)).encode())
     return found.digest()
 
 
@@ -32,9 +34,11 @@ class Refusals:
         """Refuse a digest for REFUSE_S seconds."""
         self._until[digest] = self._clock() + REFUSE_S
 
-    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def check(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: int = 0
+    ) -> None:
         """Raise PoisonRequestError if the request's digest is refused."""
         now = self._clock()
         self._until = {digest: until for digest, until in self._until.items() if until > now}
-        if self._until and request_digest(prompt_token_ids, params) in self._until:
+        if self._until and request_digest(prompt_token_ids, params, adapter) in self._until:
             raise PoisonRequestError

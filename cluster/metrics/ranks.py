@@ -32,6 +32,7 @@ GAUGES = {
         "States of linear attention that the prefix cache keeps.",
     ),
     "state_snapshot_bytes": ("state_snapshot_bytes", "Memory of these states."),
+    "adapters_resident": ("lora_adapters_resident", "LoRA adapters in slots of the device."),
     "expert_balancedness": (
         "expert_load_balancedness",
         "Mean rows of a local expert over the busiest one's, in the step last looked at; 1 = even.",
@@ -44,6 +45,10 @@ COUNTERS = {
     "states_restored": (
         "states_restored",
         "Requests that went on from a state in the prefix cache.",
+    ),
+    "adapter_loads": (
+        "lora_slot_loads",
+        "Copies of a LoRA adapter from host memory into a slot.",
     ),
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted requests."),
     "generation_tokens": ("generation_tokens", "Tokens sampled."),

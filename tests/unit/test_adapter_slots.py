@@ -37,7 +37,7 @@ def test_a_wanted_adapter_gets_the_slot_that_was_not_used_for_the_longest_time()
     assert slots.contents == {1: 7, 2: 9} and slots.num_resident == 2
     slots.follow(plan(in_use=0b11, wanted=(8,)))
     assert slots.contents == {1: 7, 2: 9} and slots.wants(8)
-    assert slots.num_loads == 3
+    assert slots.gauges() == {"adapters_resident": 2, "adapter_loads": 3}
 
 
 def test_an_adapter_that_waits_closes_the_slot_that_came_first() -> None:

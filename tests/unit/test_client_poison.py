@@ -323,6 +323,7 @@ def test_a_digest_is_refused_for_a_time():
     subject.check([1, 2], PARAMS)
     subject.add(request_digest([1, 2], PARAMS))
     subject.check([1, 2, 3], PARAMS)
+    subject.check([1, 2], PARAMS, adapter=3)
     subject.check([1, 2], replace(PARAMS, stop_token_ids=frozenset({7})))
     with pytest.raises(PoisonRequestError):
         subject.check([1, 2], PARAMS)

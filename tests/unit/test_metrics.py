@@ -27,6 +27,8 @@ RANK_STATS = {
     "state_snapshots": 7,
     "state_snapshot_bytes": 7000,
     "states_restored": 8,
+    "adapters_resident": 2,
+    "adapter_loads": 13,
     "prompt_tokens": 60,
     "generation_tokens": 70,
     "padding_tokens": 5,

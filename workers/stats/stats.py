@@ -128,6 +128,7 @@ class EngineStats:
             "preemptions": scheduler.num_preemptions,
             "invalid_logits": scheduler.num_invalid,
             **scheduler.cache.gauges(),
+            **(scheduler.adapters.gauges() if scheduler.adapters else {}),
         }
 
     def snapshot(self) -> dict[str, Any]:

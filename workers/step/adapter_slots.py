@@ -40,6 +40,10 @@ class AdapterSlots:
         """Adapters in slots."""
         return sum(map(bool, self._ids))
 
+    def gauges(self) -> dict[str, int]:
+        """Return the statistics of the slots by name."""
+        return {"adapters_resident": self.num_resident, "adapter_loads": self.num_loads}
+
     def slot_of(self, adapter: int) -> int | None:
         """Return the slot in which a sequence of this adapter may begin; None: it has to wait for one."""
         if not adapter:
