@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.distributed.engine_harness import make_request
 from workers.config import SpeculationConfig
-from workers.speculation.depth import Acceptance, choose_depths, choose_passes
+from workers.speculation.depth import Acceptance, choose_depths, choose_passes, least_share
 from workers.speculation.ngram import NGRAM, NGramDrafter
 from workers.speculation.speculator import PROBE_EVERY, Speculator, make_speculator
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize, StepTimes
@@ -343,3 +343,51 @@ def test_a_draft_model_that_does_not_pay_drafts_one_token_now_and_then():
     assert drafts.draft_steps([seq], 1) == 3
     always = make_speculator(config.model_copy(update={"adaptive": False}), MEASURED)
     assert always.draft_steps([seq], 1) == 3
+
+
+@given(st.lists(st.floats(0.5, 5), min_size=1, max_size=5))
+def test_with_the_least_share_some_depth_pays_and_with_less_none_does(costs):
+    found = least_share(np.array(costs))
+
+    def rate(share: float) -> float:
+        tokens = 1 + np.cumsum(share ** np.arange(1, len(costs) + 1))
+        return float((tokens / np.maximum(costs, 1.0)).max())
+
+    assert rate(min(found, 1.0)) > 1 or np.isinf(found)
+    assert rate(0.98 * min(found, 1.0) - 0.03) <= 1 or found == 0
+
+
+# Qwen3.6-35B-A3B in FP8 on one H200: docs/results/gpu-speculation.json.
+H200 = StepSeconds(
+    decode=((1, 2.96), (8, 4.63), (32, 8.61), (128, 12.17)),
+    verify=((1, 3.0), (4, 3.89), (32, 8.75), (128, 12.32), (512, 15.97)),
+    first=((1, 0.12), (128, 0.34), (512, 0.42)),
+    one_draft=((1, 0.29), (128, 0.46)),
+    drafts=((1, 1.07), (8, 1.2), (32, 1.47), (128, 2.0)),
+    most=3,
+)
+
+
+@pytest.mark.parametrize(("num_seqs", "gain"), [(1, 1.2), (32, 1.3), (128, 1.4)])
+def test_drafts_that_pay_are_taken_though_the_first_steps_were_slow(num_seqs, gain):
+    """A first step that took three times as long made drafts look dear for ever."""
+    lengths, chance = (0.8, 0.65, 0.5), np.random.default_rng(0)
+    config = SpeculationConfig(method="mtp", num_draft_tokens=3, accept_lengths=lengths)
+    drafts, seqs = make_speculator(config, H200), [sequence([1]) for _ in range(num_seqs)]
+    seconds = tokens = 0.0
+    for step in range(300 + 1200 // num_seqs):
+        found = dict(drafts.drafts([s for s in seqs if s.speculates], num_seqs, 4 * num_seqs))
+        passes, rows = drafts.draft_steps(seqs, step), num_seqs + sum(map(len, found.values()))
+        size = StepSize(rows, bool(found), num_seqs if passes else 0, passes)
+        took = float(H200.of(*size)) + 1.0 * bool(found)
+        drafts.observe(size, 3 * took if len(found) and tokens < 4 * num_seqs else took)
+        for seq in seqs:
+            own = len(found.get(seq, ()))
+            right = chance.random(own) < lengths[:own]
+            accepted = int(np.cumprod(right).sum())
+            seq.token_ids += [7] * (accepted + 1)
+            made = Drafts.known((5,) * passes) if passes else None
+            drafts.committed(seq, made, (accepted, own))
+            tokens += accepted + 1
+        seconds += took
+    assert tokens / seconds > gain * num_seqs / float(H200.of(num_seqs, False))
