@@ -318,6 +318,31 @@ def test_as_many_passes_run_as_pay(share, of_draft, expected):
     assert found == 1 + int(np.argmax(rates)) == expected
 
 
+def test_drafts_pay_if_they_do_with_some_number_of_passes():
+    """One cheap draft pays, and three do not; then three pay, also while no sequence waits for its drafts."""
+    config = SpeculationConfig(method="mtp", num_draft_tokens=3)
+    times = {"decode": ((1, 1.0),), "verify": ((2, 1.0), (4, 2.6)), "one_draft": ((1, 0.2),)}
+    drafts = make_speculator(config, StepSeconds(**times, drafts=((1, 3.0),), most=3))
+    seq = sequence([1], output=[4])
+
+    def run(count: int, taking: list[Sequence]) -> tuple[bool, int]:
+        for _ in range(count):
+            seq.token_ids.append(4)
+            drafts.committed(seq, Drafts.known((4,)))
+            list(drafts.drafts(taking, 1, 8))
+        return seq.speculates, drafts.draft_steps([seq], 1)
+
+    assert run(40, [seq]) == (True, 1)
+    drafts._costs._measured = StepSeconds(
+        decode=((1, 1.0),),
+        verify=((2, 1.9), (4, 1.9)),
+        one_draft=((1, 0.2),),
+        drafts=((1, 0.4),),
+        most=3,
+    )
+    assert run(16, []) == (True, 3)
+
+
 def test_a_draft_model_that_does_not_pay_drafts_one_token_now_and_then():
     config = SpeculationConfig(method="mtp", num_draft_tokens=3)
     drafts = make_speculator(config, MEASURED)

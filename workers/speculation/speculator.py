@@ -96,8 +96,8 @@ class Speculator:
         """
         if not num_decodes:
             return
-        costs_N = self._costs.expected(num_decodes, num_decodes * self._most, self._passes)
-        self._least = least_share(costs_N[num_decodes - 1 :: num_decodes])
+        if self._adaptive:
+            self._judge(seqs, num_decodes, budget)
         most = min(self._most, budget)
         found = [(seq, drafts) for seq in seqs if (drafts := self._drafter.propose(seq, most))]
         if not found:
@@ -106,8 +106,9 @@ class Speculator:
         available_S = np.array([len(drafts) for _, drafts in found])
         if self._adaptive:
             acceptance_S = np.array([self._acceptance[seq].share for seq, _ in found])
-            depths = choose_depths(acceptance_S, available_S, num_decodes, costs_N[:budget])
-            self._choose_passes(acceptance_S, num_decodes, budget)
+            num_drafts = min(budget, int(available_S.sum()))
+            costs_N = self._costs.expected(num_decodes, num_drafts, self._passes)
+            depths = choose_depths(acceptance_S, available_S, num_decodes, costs_N)
             if not depths.any():
                 self._costs.relax()
         else:
@@ -117,17 +118,27 @@ class Speculator:
             if depth:
                 yield seq, drafts[:depth]
 
-    def _choose_passes(self, acceptance_S: np.ndarray, num_decodes: int, budget: int) -> None:
-        """Choose anew, now and then, how many tokens a draft model drafts behind each step with drafts."""
-        self._num_choices += 1
-        if not self.uses_model or self._num_choices % CHOOSE_EVERY != 1:
+    def _judge(self, seqs: list[Sequence], num_decodes: int, budget: int) -> None:
+        """Find the acceptance from which drafts pay; of a draft model also how many tokens it drafts, now and then.
+
+        Drafts pay if they do with some number of passes, whatever the present number is.
+        """
+        if not self.uses_model:
+            costs_N = self._costs.expected(num_decodes, num_decodes * self._most)
+            self._least = least_share(costs_N[num_decodes - 1 :: num_decodes])
             return
-        num_drafts = min(budget, len(acceptance_S) * self._most)
+        self._num_choices += 1
+        if self._num_choices % CHOOSE_EVERY != 1:
+            return
+        costs = [
+            self._costs.expected(num_decodes, num_decodes * count, count)
+            for count in range(1, self._most + 1)
+        ]
+        self._least = min(least_share(of[num_decodes - 1 :: num_decodes]) for of in costs)
+        shares = [self._acceptance[seq].share for seq in seqs if seq in self._acceptance]
+        acceptance_S = np.array(shares or [self._of_all.share] * num_decodes)
         self._passes = choose_passes(
-            acceptance_S,
-            self._most,
-            num_decodes,
-            lambda count: self._costs.expected(num_decodes, num_drafts, count),
+            acceptance_S, self._most, num_decodes, lambda count: costs[count - 1][:budget]
         )
 
     def draft_steps(self, seqs: Iterable[Sequence], step: int) -> int:
