@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,15 +113,21 @@ class StepSeconds:
             one, most = _interpolate(self.one_draft, seqs), _interpolate(self.drafts, seqs)
             share = (drafts - 1) / (self.most - 1) if self.most > 1 else 0.0
             parts.append(one + share * (most - one))
-        seconds: np.ndarray = np.sum(np.broadcast_arrays(*parts), axis=0)
-        return seconds
+        return sum(parts[1:], parts[0])
+
+
+@lru_cache(maxsize=16)  # of one rank; a conversion takes longer than all else here
+def _arrays(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows and the seconds."""
+    known, seconds = np.array(curve).T
+    return known, seconds
 
 
 def _interpolate(curve: Curve, rows: np.ndarray | int) -> np.ndarray:
     """Return the seconds of `rows`; behind the largest they are in proportion to the rows."""
     if not curve:
         return np.zeros(np.shape(rows))
-    known, seconds = np.array(curve).T
+    known, seconds = _arrays(curve)
     beyond = np.maximum(1.0, rows / known[-1])
     found: np.ndarray = np.interp(rows, known, seconds) * beyond
     return found
