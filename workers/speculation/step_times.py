@@ -36,7 +36,7 @@ class StepSize(NamedTuple):
 
     rows      of the busiest rank
     verifies  a rank verifies drafts
-    seqs      sequences of the busiest rank that a draft model drafts tokens of
+    seqs      sequences of the busiest rank that a draft model drafts tokens of; 0: it does not read the step
     drafts    tokens that it drafts of each
     """
 
@@ -49,7 +49,8 @@ class StepSize(NamedTuple):
     def of(cls, plan: StepPlan, own_drafts: int) -> "StepSize":
         """Return the size of a step in which this rank verifies `own_drafts` drafts."""
         verifies = own_drafts > 0 or plan.graph_mode == GraphMode.VERIFY
-        return cls(max(plan.num_tokens_across_dp), verifies, plan.draft_rows, plan.draft_steps)
+        seqs = plan.draft_rows if plan.draft_reads else 0
+        return cls(max(plan.num_tokens_across_dp), verifies, seqs, plan.draft_steps)
 
 
 _CURVES = ("decode", "verify", "first", "one_draft", "drafts")
@@ -219,7 +220,7 @@ class DraftCosts:
         measured = self._measured
         if measured is not None:
             seqs = num_decodes if draft_steps else 0
-            alone_s = max(LEAST_S, float(measured.of(num_decodes, False, seqs)))
+            alone_s = max(LEAST_S, float(measured.of(num_decodes, False)))
             costs_N = measured.of(num_decodes + more_N, True, seqs, draft_steps) / alone_s
         else:
             alone_s = self._times.expected(num_decodes)
