@@ -42,6 +42,7 @@ class Formation:
     start_timeout_s   time of each stage
     leave_timeout_s   time of a rank to leave an epoch
     new_heartbeats    makes the watch of a stage
+    adapters          LoRA adapters that the ranks load before they serve
     kept              processes that the last rebuild has kept, less those that still start
     """
 
@@ -62,6 +63,7 @@ class Formation:
         self._leave_timeout_s = leave_timeout_s
         self._new_heartbeats = new_heartbeats
         self.kept: list[RankHandle] = []
+        self.adapters = roster.config.adapters
         self._inboxes: list[StreamAddress] = []
 
     async def join(self) -> None:
@@ -82,9 +84,10 @@ class Formation:
         name = f"{self._name}-{epoch}-{secrets.token_hex(16)}"
         rendezvous = Rendezvous(host, port, name, epoch, secrets.token_bytes(32))
         roster.called()
+        config = roster.config.model_copy(update={"adapters": self.adapters})
         await self._gather(
             rank.join_group.remote(
-                rendezvous, self.start_timeout_s, visible_gpus(locations, own), index, roster.config
+                rendezvous, self.start_timeout_s, visible_gpus(locations, own), index, config
             )
             for index, (rank, own) in enumerate(zip(roster.ranks, locations, strict=True))
         )

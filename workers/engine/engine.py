@@ -195,7 +195,7 @@ class Engine:
         repeater = start_thread(self._repeat_wakes, self.fail, "repeat-wakes")
         try:
             while not (plan := self.step()).stop:
-                if not plan.run and not (self._graph_sizes and self.runner.capture_next()):
+                if plan.sleeps and not (self._graph_sizes and self.runner.capture_next()):
                     self._sleep()
         finally:
             self._ended.set()
@@ -210,6 +210,8 @@ class Engine:
         scheduled = time.perf_counter()
         schedule_s = scheduled - started - self._commit_s
         plan = self._vote(batch)
+        if self.scheduler.adapters is not None:
+            self.scheduler.adapters.follow(plan)
         voted = time.perf_counter()
         if plan.run:
             assert batch is not None, "a rank without a batch votes unhealthy"
@@ -273,6 +275,7 @@ class Engine:
             prefill_tokens=batch.prefill_tokens if batch else 0,
             prefill_cap=self._cap_of(batch),
             **draft_vote(self.scheduler.speculator, batch, self._step),
+            **self.scheduler.adapter_vote(batch),
             has_work=self.scheduler.has_work,
             wants_stop=self._stopping,
             health=UNHEALTHY if failure else HEALTHY,

@@ -20,9 +20,9 @@ from kernels.host.cuda_environment import check_multicast_off, share_compiled_ke
 from kernels.host.owned import OwnedTask
 from kernels.host.processes import start_ticks
 from kernels.routing.expert_map import STANDBY
-from workers import hub
 from workers.config import RankConfig
 from workers.log import set_up_logging
+from workers.lora_config import LoadedAdapter
 from workers.rank.checkpoint_holder import CheckpointHolder
 from workers.rank.fence import Fence
 from workers.rank.in_thread import in_thread
@@ -122,17 +122,8 @@ class RankActor:
         return Membership(self._index, fence.epoch, fence.first, info, leases, self._config)
 
     async def fetch_checkpoint(self, token: str | None) -> None:
-        """Fetch the model of the Hub to this node, if the node lacks files of it. The Hub's client has time limits.
-
-        token   of the Hub; None = that of this node, if it has one
-        """
-        model = self._config.model
-        if model.revision is None:
-            return
-        if token is not None:
-            os.environ["HF_TOKEN"] = token  # where the Hub's client looks for it
-        fetch = hub.fetch_description if model.weights == "dummy" else hub.fetch_weights
-        await asyncio.to_thread(fetch, model.path, model.revision)
+        """Fetch the model of the Hub to this node, see CheckpointHolder. The Hub's client has time limits."""
+        await asyncio.to_thread(self._holder.fetch, token)
 
     async def checkpoint_files(self) -> CheckpointFiles | None:
         """Return the checkpoint's files on this node; None if this process has read its weights already."""
@@ -336,6 +327,16 @@ class RankActor:
             return None
         stats = current.engine.stats
         return Pulse(*current.engine.activity(), cpu_s, stats.pace.overdue(), stats.work.total)
+
+    async def stage_adapter(self, adapter: LoadedAdapter) -> str:
+        """Read a LoRA adapter into host memory, beside the steps; return the digest of its files."""
+        assert self._process is not None and self._process.adapters is not None, "no rank serves"
+        return await in_thread(self._process.adapters.stage, adapter)
+
+    async def drop_adapter(self, adapter: int) -> None:
+        """Free the host memory of an adapter that no request has any more."""
+        if self._process is not None and self._process.adapters is not None:
+            self._process.adapters.drop(adapter)
 
     async def stop(self, epoch: int) -> None:
         """Vote to stop the loops of the whole group; `done` returns when this rank's loop has ended."""

@@ -10,6 +10,7 @@ from kernels.interface.backend import BackendShape
 from kernels.interface.config import KernelsConfig
 from kernels.interface.registry import ATTENTION, GROUPED_GEMM, backend_class
 from kernels.routing.forced_routing import ForcedRouting
+from workers.adapters.layout import EXPERTS
 from workers.config import RankConfig
 from workers.specs.model import ModelConfig, weight_map
 from workers.weights.tensors import (
@@ -46,6 +47,7 @@ def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
         fp8_checkpoint=stores_fp8_experts(model),
         four_bit=four_bit_experts(model),
         expert_bias=model.moe.bias,
+        expert_adapters=bool(config.lora.max_loras) and EXPERTS in config.lora.targets,
     )
 
 

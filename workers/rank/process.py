@@ -24,6 +24,9 @@ from kernels.host.shm import SharedMemoryGroup
 from kernels.interface.context import BackendContext
 from kernels.linear_attention.base import LinearStates
 from kernels.routing.forced_routing import ForcedRouting
+from workers.adapters.layout import AdapterLayout, slots_bytes
+from workers.adapters.pools import AdapterPools
+from workers.adapters.store import AdapterStore, Gather
 from workers.config import RankConfig, not_for_answers
 from workers.kv_cache.caches import CacheMemory
 from workers.models.decoder import DecoderLM
@@ -63,6 +66,7 @@ class RankProcess:
     backends     grouped GEMM and expert load of every epoch; all-to-all and attention belong to the epochs
     model        the weights; an epoch runs them with its own backends
     draft        the draft model that the configuration wants, draft_model its weights; None: there is none
+    adapters     LoRA adapters in host memory, and their slots on the device; None: lora.max_loras is 0
     experts      the experts of the model's weights
     caches       KV blocks and states with their contents
     warm         every kernel that a step may need has been compiled here
@@ -89,6 +93,7 @@ class RankProcess:
         self.model: DecoderLM | None = None
         self.draft = DraftChoice.of(config, self.model_config, select.probe(self.device))
         self.draft_model: DraftHead | None = None
+        self.adapters: AdapterStore | None = None
         self.experts: Sequence[int] = ()
         window = self.model_config.window
         drafting = () if self.draft is None else self.draft.kv_groups
@@ -139,6 +144,7 @@ class RankProcess:
         if any(names[seam] != name for seam, name in kept if seam != "all2all"):
             # The weights, the caches and the states have the memory order of these backends.
             self.backends, self.model, self.draft_model, self.experts = None, None, None, ()
+            self.adapters = None
             self.caches.free()
         if self.device.type == "cuda":
             self.warm, self.caches.kv_caches, self.caches.draft_caches = False, [], []
@@ -161,6 +167,7 @@ class RankProcess:
             drafts=drafts,
             rows_per_seq=self.config.speculation.rows_per_seq,
             decodes=self.pooling is None,
+            adapters=bool(self.config.lora.max_loras),
         )
 
     def enter(self, epoch: ClosableEpoch) -> None:
@@ -178,8 +185,11 @@ class RankProcess:
         kept = self.backends
         return replace(built, grouped_gemm=kept.grouped_gemm, expert_load=kept.expert_load)
 
-    def load(self, progress: Progress | None = None) -> None:
-        """Read the weights that this process lacks: all of them once, later those of experts that are new here."""
+    def load(self, progress: Progress | None = None, gather: Gather | None = None) -> None:
+        """Read the weights that this process lacks: all of them once, later those of experts that are new here.
+
+        gather   returns a value of every rank, by which the ranks agree on the adapters; None: there are no peers
+        """
         if self.backends is None:
             self.backends = self._unbound_backends()
         if self.grammars is None:
@@ -194,6 +204,26 @@ class RankProcess:
             elif self.experts != experts or self.model.seat != (self.expert_map, self.rank):
                 self._take_experts(self.model, experts, progress)
         self.experts = experts
+        if self.config.lora.max_loras:
+            self._load_adapters(gather)
+
+    def _load_adapters(self, gather: Gather | None) -> None:
+        """Reserve the slots once, and hold the adapters of the configuration."""
+        assert self.model is not None, "the slots belong to the products of the model"
+        lora, experts = self.config.lora, self.experts
+        if self.adapters is None or self.adapters.pools.layout.experts.experts != experts:
+            self.adapters = None  # its slots have other experts
+            layout = AdapterLayout.of(self.model_config, lora, experts)
+            with memory_for("the slots of LoRA adapters", self.adapter_bytes):
+                pools = AdapterPools(layout, lora.max_loras, device=self.device, dtype=self.dtype)
+            pools.attach(self.model)
+            self.adapters = AdapterStore(pools)
+        self.adapters.agree(self.config.adapters, gather)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the slots of adapters on the device."""
+        return slots_bytes(self.model_config, self.config, self.rank)
 
     def _unbound_backends(self) -> select.Backends:
         context = self.backend_context(None)
@@ -307,7 +337,7 @@ class RankProcess:
         """Return all settings that must be equal on all ranks, flat, with dotted names."""
         config = self.config
         flat: dict[str, object] = {"torch": torch.__version__}
-        for section in ("model", "scheduler", "cache", "kernels", "overlap", "speculation"):
+        for section in ("model", "scheduler", "cache", "kernels", "overlap", "speculation", "lora"):
             values = getattr(config, section).model_dump()
             flat.update({f"{section}.{key}": value for key, value in values.items()})
         flat.update({f"backend.{key}": name for key, name in self.selection.names().items()})
@@ -343,11 +373,13 @@ class RankProcess:
             window_blocks=self.caches.demand.window_blocks,
             memory_bytes={
                 "weights": self.weight_bytes(),
+                "adapters": self.adapter_bytes,
                 "kv_cache": self.caches.num_blocks * self.caches.block_bytes,
                 "states": self.caches.state_bytes,
                 "cuda_graphs": graph_bytes,
             },
             stage_seconds=dict(stage_seconds),
+            adapter_errors={} if self.adapters is None else dict(self.adapters.errors),
         )
 
     def close(self) -> None:
@@ -357,6 +389,7 @@ class RankProcess:
         if self.grammars is not None:
             self.grammars.close()
         self.backends, self.model, self.draft_model, self.epoch = None, None, None, None
+        self.adapters = None
         self.caches.free()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -7,7 +7,9 @@ that differs between ranks may influence a branch that leads to a collective.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Protocol
+from functools import reduce
+from operator import or_
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -107,6 +109,9 @@ class Vote:
     draft_reads   a draft model is to read the step, by a pass over all rows: later drafts need K and V of all tokens
     draft_steps   tokens that it is to draft of each sequence behind the step
     draft_rows    sequences that it is to draft tokens of
+    adapter_rows  the step has rows with adapters on the rank
+    adapter_slots  slots of the adapters of its running sequences, slot s as bit s - 1
+    adapter_wanted  id of an adapter that a waiting sequence needs in a slot; 0 = none
     has_work      requests wait or run on the rank, scheduled or not
     health        HEALTHY, or another number: then the group stops with the rank's number and reason
     """
@@ -123,6 +128,9 @@ class Vote:
     draft_reads: int = 0
     draft_steps: int = 0
     draft_rows: int = 0
+    adapter_rows: int = 0
+    adapter_slots: int = 0
+    adapter_wanted: int = 0
     has_work: int = 0
     wants_stop: int = 0
     health: int = HEALTHY
@@ -157,6 +165,9 @@ class StepPlan:
     draft_reads           draft models read the step, on all ranks
     draft_steps           tokens that draft models draft of each sequence, on all ranks
     draft_rows            rows of every rank in the passes that draft the second token and later ones
+    adapters              a rank has rows with adapters
+    adapter_slots         slots of the adapters of running sequences of any rank, as in Vote
+    adapters_wanted       ids of adapters that are to come into slots, in the order of the ranks
     """
 
     run: bool
@@ -170,6 +181,14 @@ class StepPlan:
     draft_reads: bool = False
     draft_steps: int = 0
     draft_rows: int = 0
+    adapters: bool = False
+    adapter_slots: int = 0
+    adapters_wanted: tuple[int, ...] = ()
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether no rank has anything to do, now or in the next step."""
+        return not self.run and not self.adapters_wanted
 
     def tokens_to_run(self, rank: int) -> int:
         """Return the rows of `rank`'s forward with padding; at least one, because idle ranks run along."""
@@ -216,9 +235,11 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
     if any(columns["wants_stop"]):
         return StepPlan(False, tuple(num_tokens), stop=True)
     if not any(num_tokens):
-        # A scheduler with work always schedules tokens once no step is in flight.
-        assert not any(columns["has_work"]), f"ranks have work but no tokens: {columns}"
-        return StepPlan(False, tuple(num_tokens))
+        # A scheduler with work schedules tokens once no step is in flight, unless adapters have to come into slots.
+        assert any(columns["adapter_wanted"]) or not any(columns["has_work"]), (
+            f"ranks have work but no tokens: {columns}"
+        )
+        return StepPlan(False, tuple(num_tokens), **_adapters(columns))
 
     graph_mode, padded = _graph(columns)
     ubatch = all(columns["wants_ubatch"]) and _last_ubatch_has_tokens(
@@ -236,7 +257,17 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         draft_reads=any(columns["draft_reads"]),
         draft_steps=max(columns["draft_steps"]),
         draft_rows=max(columns["draft_rows"]),
+        **_adapters(columns),
     )
+
+
+def _adapters(columns: dict[str, list[int]]) -> dict[str, Any]:
+    """Return the fields of a plan that concern adapters."""
+    return {
+        "adapters": any(columns["adapter_rows"]),
+        "adapter_slots": reduce(or_, columns["adapter_slots"]),
+        "adapters_wanted": tuple(filter(None, columns["adapter_wanted"])),
+    }
 
 
 def _graph(columns: dict[str, list[int]]) -> tuple[GraphMode, int]:
