@@ -14,6 +14,7 @@ is a server of its own, and each is compared with the server without speculation
 """
 
 import argparse
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -34,6 +35,9 @@ from scripts.bench.servers import resolved
 IN_FLIGHT = "1,8,32,128"
 LENGTHS = "512/256"
 ACCEPTANCE = (0.8, 0.65, 0.5)
+STEP_TIMES = re.compile(
+    r"milliseconds of a step by rows: (.*)"
+)  # in the log of a start with graphs
 Server = dict[str, Any]
 
 
@@ -109,6 +113,8 @@ def measure(options: argparse.Namespace, log: Path) -> None:
             print(f"{name}:", file=sys.stderr)
             own_log = log.with_suffix(f".{len(report.get('servers', ()))}.log")
             served = serve(options, [*settings, *own], own_log)
+            found = STEP_TIMES.search(own_log.read_text(errors="replace"))
+            served["step_ms"] = found and found[1]
             report = report or {"method": __doc__, **made_at(options, served), "servers": {}}
             report["servers"][name] = served
             results.save(options.out, report)
@@ -142,12 +148,20 @@ def page(report: dict[str, Any], _name: str) -> str:
         *("in flight / in / out", "drafts", "output tok/s", "x off", "per token p50 / p99 (ms)"),
         *("ms a step", "drafts of a sequence", "tokens of a sequence with drafts", "errors"),
     )
+    times = [
+        f"- {name}: {server['step_ms']}\n"
+        for name, server in found.items()
+        if server.get("step_ms")
+    ]
+    measured = ["\nMilliseconds by rows, measured at the start without context:\n\n", *times]
     return (
         "# Served speed with draft tokens\n\n"
         f"{origin_line(report)} {report['ranks']} rank(s). Backends: {chosen}. Model "
         f"{config['model']['path']}, weights {config['model']['weights']}; through HTTP, random prompts, answers of "
         "full length. Drafts are accepted by the given probabilities, each for a draft behind accepted drafts. The "
-        "last columns count steps in which a sequence has drafts.\n\n" + markdown_table(head, rows)
+        "last columns count steps in which a sequence has drafts.\n\n"
+        + markdown_table(head, rows)
+        + "".join(measured if times else ())
     )
 
 

@@ -28,9 +28,13 @@ def test_rates_are_compared_with_the_server_without_drafts() -> None:
     found = {"off": server(100, 0, 0, 0), "mtp, 0.8": server(150, 10, 30, 20)}
     report = {name: value for name, value in PUBLISHED.items() if name != "loads"}
     page = gpu_speculation.page({**report, "servers": found}, "x")
+    assert "Milliseconds by rows" not in page
     off, on = (line.split(" | ") for line in page.splitlines()[-2:])
     assert off[1:4] == ["off", "100", "1.00"] and off[6:8] == ["-", "-"]
     assert on[1:4] == ["mtp, 0.8", "150", "1.50"] and on[6:8] == ["3.00", "3.00"]
+    found["mtp, 0.8"]["step_ms"] = "decode 1: 4.00"
+    page = gpu_speculation.page({**report, "servers": found}, "x")
+    assert page.endswith("- mtp, 0.8: decode 1: 4.00\n")
 
 
 def test_each_acceptance_has_a_server() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.unit.graph_fakes import EagerGraphs, eager_graphs, make_capturable
+from tests.unit.test_draft_costs import MEASURED
 from tests.unit.test_draft_engine import PARAMS, checkpoints, folder, run
-from tests.unit.test_speculation import MEASURED
 from workers.rank.epoch import Epoch
 from workers.rank.rank_info import KV_CACHE
 from workers.runner.draft_rows import IN_SEQUENCE, next_tokens

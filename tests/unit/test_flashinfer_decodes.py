@@ -1,6 +1,7 @@
 """What of flashinfer's backend needs no GPU: lists of pages, where long sequences are cut, why it cannot run."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from kernels.attention import flashinfer
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.flashinfer_decodes import Pages, chunk_pages, few_are_even
+from kernels.attention.flashinfer_graphs import GraphPlans
 from kernels.interface.attention_spec import AttentionSpec
 from tests.unit.test_kernels_select import CUDA
 
@@ -38,6 +40,20 @@ def test_only_long_sequences_among_many_are_cut():
     assert chunk_pages(many, 128, 128, 66) is None
     assert chunk_pages(np.array([90] * 126 + [128] * 2), 128, 191, 66) is None
     assert chunk_pages(few, 7, 13, 66) is None
+
+
+def test_shorter_sequences_keep_the_pages_of_their_plan():
+    """The kernels compute (pages - 1) * page size + tokens of the last page, where a row has pages."""
+    planned, lens = np.array([33, 16, 48, 1], np.int32), torch.tensor([15, 16, 33, 1, 0, 0])
+    pages, buffers = Pages(planned, 16, 6), torch.zeros(40, dtype=torch.int32)
+    pages.ship(torch.zeros(pages.total, dtype=torch.int32), buffers)
+    plans = object.__new__(GraphPlans)
+    plans._block_size, plans._decode_pages = 16, SimpleNamespace(lengths=buffers)
+    plans.shorten(lens.to(torch.int32))
+    counts = pages.starts.diff()
+    assert counts.tolist() == [3, 1, 3, 1, 0, 0]
+    found = torch.where(counts > 0, (counts - 1) * 16 + pages.last_lens, 0)
+    assert found.tolist() == lens.tolist()
 
 
 @pytest.mark.parametrize(

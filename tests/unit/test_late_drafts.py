@@ -1,6 +1,8 @@
 """Steps that are launched before the host has read their drafts: tokens are those of steps without drafts."""
 
+import random
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.engine_harness import make_request
+from tests.distributed.engine_harness import make_request, rank_config
 from tests.unit.test_draft_engine import checkpoints, folder, run
 from tests.unit.test_draft_graphs import DEPTH, SMALL, Captured
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
+from workers.rank.rank_info import Rendezvous
 from workers.runner.draft_passes import Drafted, DraftPasses
 from workers.runner.draft_rows import DraftRows
 from workers.runner.draft_store import DraftStore, StepDrafts
@@ -20,6 +25,7 @@ from workers.step.forward_batch import ForwardBatch
 from workers.step.grammar import Grammar
 from workers.step.scheduled_batch import NO_DRAFT, ScheduledBatch
 from workers.step.sequence import InputBatch, Sequence
+from workers.wire.request import RequestOutput
 
 __all__ = ["checkpoints", "folder"]  # fixtures
 
@@ -150,3 +156,67 @@ def test_a_sequence_that_a_step_leaves_out_keeps_its_drafts() -> None:
     assert found is not None and found.tolist() == [6, NO_DRAFT, 3, 8, 5]
     assert table.token_ids[2].tolist() == [0, 0, 0, 0, 5, 6, 0, 0, 0]
     assert table.token_ids[1, 7] == 8 and not table.token_ids[3].any()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_tokens_stay_with_aborts_preemptions_and_other_samplers(
+    checkpoints: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    """Random arrivals in a cache that is too small for all; an aborted request has the first tokens of its answer."""
+    chance = random.Random(7)
+    samplers = [{}, {"temperature": 0.7, "seed": 3}, {"frequency_penalty": 0.6}, {"logprobs": 1}]
+    requests = {
+        str(number): make_request(
+            str(number),
+            [chance.randrange(256) for _ in range(chance.choice([1, 9, 30, 60]))],
+            max_tokens=chance.choice([3, 12, 25]),
+            **samplers[number % 4],
+        )
+        for number in range(30)
+    }
+    arrivals = {name: 2 * int(name) for name in requests}
+    aborts = {
+        name: arrivals[name] + chance.randrange(1, 9) for name in requests if int(name) % 5 == 4
+    }
+
+    def tokens_of(
+        sections: dict[str, Any], prepare: Any, aborted: dict[str, int]
+    ) -> tuple[dict[str, list[int]], int]:
+        found: dict[str, list[int]] = {name: [] for name in requests}
+
+        def publish(_ingress: str, outputs: list[RequestOutput]) -> None:
+            for output in outputs:
+                found[output.request_id] += output.token_ids
+
+        own = {**ASYNCHRONOUS, **sections, "cache": {"num_blocks": 14}}
+        process = RankProcess(0, rank_config(Path(sections["model"]["path"]), 1, **own))
+        try:
+            epoch = Epoch(process, Rendezvous("127.0.0.1", 0, "alone"), 10)
+            epoch.load()
+            prepare(epoch)
+            epoch.start_engine(publish, lambda step: None)
+            ran, step = True, 0
+            while ran or step <= max(arrivals.values()):
+                for name, request in requests.items():
+                    if arrivals[name] == step:
+                        epoch.engine.submit(request)
+                    if aborted.get(name) == step:
+                        epoch.engine.abort(name)
+                ran = epoch.engine.step().run
+                step += 1
+            epoch.scheduler.check_integrity()
+            return found, epoch.scheduler.num_preemptions
+        finally:
+            process.close()
+
+    sections = checkpoints["mtp"]
+    plain, _ = tokens_of({"model": sections["model"]}, lambda epoch: None, {})
+    late = Late(monkeypatch, plain)
+    speculation = sections["speculation"] | {"num_draft_tokens": DEPTH}
+    prepare = Captured("all", monkeypatch) if captured else lambda epoch: None
+    sections = {**sections, "speculation": speculation | {"adaptive": False}}
+    found, num_preemptions = tokens_of(sections, prepare, aborts)
+    assert num_preemptions and late.num_late > 50 and not late.early
+    for name, tokens in plain.items():
+        assert found[name] == tokens[: len(found[name])], name
+        assert name in aborts or len(found[name]) == len(tokens), name

@@ -21,7 +21,7 @@ from kernels.pending import Pending
 from workers.engine.arrivals import Arrivals
 from workers.engine.messages import Abort, AbortIngress, Message, Refusal
 from workers.overlap.policy import OverlapPolicy, never
-from workers.runner.draft_passes import draft_vote
+from workers.runner.draft_passes import draft_vote, enter_plan
 from workers.runner.graph_sizes import GraphSizes
 from workers.runner.model_runner import ModelRunner
 from workers.sampling.grammar_compiler import GrammarCompiler
@@ -216,6 +216,7 @@ class Engine:
         if plan.run:
             assert batch is not None, "a rank without a batch votes unhealthy"
             self.stats.before_step(batch, plan)
+            enter_plan(self.scheduler.speculator, batch, plan)
             output = self.runner.launch(batch, plan)
             self.scheduler.launched(batch)
             times = HostTimes(schedule_s, voted - scheduled)

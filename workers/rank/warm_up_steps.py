@@ -134,6 +134,7 @@ class WarmUpSteps:
                     True,
                     self.dims.equal_counts(num_rows),
                     padded,
+                    draft_reads=self.num_drafts > 0,
                     draft_steps=self.num_drafts,  # of a draft model, if the runner has one
                     draft_rows=int(np.count_nonzero(batch.num_logits)),
                     adapters=adapters,

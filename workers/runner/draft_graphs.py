@@ -102,6 +102,8 @@ class DraftGraphs:
 
     def keys_of(self, plan: StepPlan) -> tuple[GraphKey | None, GraphKey | None]:
         """Return the graph of a step's first pass, and that of the further passes; None: they run eagerly."""
+        if not plan.draft_reads:
+            return None, None
         first = None
         if plan.graph_mode and self._captures(plan.graph_mode):
             first = GraphKey(plan.graph_mode, plan.padded_tokens, drafts=1)

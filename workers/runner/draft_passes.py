@@ -33,9 +33,16 @@ def draft_vote(
     """Return the fields of a rank's vote for the passes of its draft model behind step number `step`."""
     if speculator is None or batch is None or not speculator.uses_model:
         return {}
-    seqs = (part.seq for part in batch.parts if part.num_logits)
-    steps = speculator.draft_steps(seqs, step)
-    return {"draft_steps": steps, "draft_rows": int(np.count_nonzero(batch.num_logits))}
+    seqs = [part.seq for part in batch.parts if part.num_logits]
+    reads, steps = speculator.wish(seqs, step, prompts=batch.prefill_tokens > 0)
+    rows = int(np.count_nonzero(batch.num_logits))
+    return {"draft_reads": int(reads), "draft_steps": steps, "draft_rows": rows}
+
+
+def enter_plan(speculator: Speculator | None, batch: ScheduledBatch, plan: StepPlan) -> None:
+    """Enter that the sequences of a step draft no more, where draft models do not read the step."""
+    if speculator is not None and speculator.uses_model and not plan.draft_reads:
+        speculator.left_out(batch.seqs)
 
 
 class Drafted(NamedTuple):

@@ -7,7 +7,7 @@ S sequences with new tokens, K most drafts of one.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -34,8 +34,13 @@ class StepDrafts:
 
     def read(self, index: int, count: int) -> tuple[int, ...]:
         """Return the first `count` drafts of a sequence. Waits for the device."""
+        return tuple(self._tokens[index][:count])
+
+    @cached_property
+    def _tokens(self) -> list[list[int]]:
         self.copy.wait()
-        return tuple(self.drafts_SK[index, :count].tolist())
+        found: list[list[int]] = self.drafts_SK.tolist()
+        return found
 
 
 class DraftStore:

@@ -157,7 +157,7 @@ class ModelRunner:
         sampled, read = self._try_output(
             scheduled, batch, forwarded, mask, clock, prepare, counts_B
         )
-        if self.drafts is None:
+        if self.drafts is None or not plan.draft_reads:
             return Pending(partial(read, None))
         found = self._draft(self.drafts, scheduled, batch, plan, forwarded, sampled, counts_B)
         return Pending(partial(read, found))

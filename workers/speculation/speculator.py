@@ -27,6 +27,15 @@ from workers.step.sequence import Sequence
 CHOOSE_EVERY = 8
 """Steps from one choice of the draft model's passes to the next, which takes the time of several choices of drafts."""
 
+OF_ALL = 0.7
+"""Weight of all sequences' guesses against those of a sequence, where it is judged whether its drafts pay."""
+
+PATIENCE = 64
+"""Steps that a draft model still reads of a sequence that does not draft: each costs a layer."""
+
+PAUSE = 512
+"""Steps from the begin of one such time to the next, of any sequence of a rank."""
+
 PROBE_EVERY = 8
 """Steps from one draft to the next while no drafts pay: a draft costs the draft model's head, of whole logits."""
 
@@ -54,6 +63,9 @@ class Speculator:
         self._of_all = Acceptance(decay=DECAY_OF_ALL)
         self._costs = DraftCosts(measured)
         self._least = 0.0  # acceptance from which drafts pay
+        self._patience: dict[Sequence, int] = {}  # steps that a draft model still reads of it
+        self._left_out: set[Sequence] = set()  # a draft model has not read all of them
+        self._next_probe = 0  # step
         self._passes = config.num_draft_tokens if config.uses_model else 0
         self._num_choices = 0
 
@@ -74,16 +86,23 @@ class Speculator:
         guesses = self._drafter.committed(seq)
         if self._synthetic is not None:
             guesses = self._synthetic.counted(guesses, verified)
-        acceptance.count(*guesses)
-        self._of_all.count(*guesses)
+        if seq not in self._left_out:
+            acceptance.count(*guesses)
+            self._of_all.count(*guesses)
         if drafts:
             self._drafter.drafted(seq, drafts)
         seq.speculates = self._pays(seq) and self._drafter.has_drafts(seq)
 
     def _pays(self, seq: Sequence) -> bool:
         """Return whether a draft of `seq` is expected to pay; it may have none."""
+        if seq in self._left_out:
+            return False
         acceptance = self._acceptance.get(seq)
-        share = self._of_all.share if acceptance is None else acceptance.share
+        share = self._of_all.share
+        if (
+            acceptance is not None
+        ):  # a few wrong guesses end no drafts, and a few right ones begin none
+            share = OF_ALL * share + (1 - OF_ALL) * acceptance.share
         return not self._adaptive or share >= self._least
 
     def drafts(
@@ -96,9 +115,10 @@ class Speculator:
         """
         if not num_decodes:
             return
-        costs_N = self._costs.expected(num_decodes, num_decodes * self._most, self._passes)
-        self._least = least_share(costs_N[num_decodes - 1 :: num_decodes])
+        if self._adaptive:
+            self._judge(seqs, num_decodes, budget)
         most = min(self._most, budget)
+        seqs = [seq for seq in seqs if seq not in self._left_out]
         found = [(seq, drafts) for seq in seqs if (drafts := self._drafter.propose(seq, most))]
         if not found:
             self._costs.relax()
@@ -106,8 +126,9 @@ class Speculator:
         available_S = np.array([len(drafts) for _, drafts in found])
         if self._adaptive:
             acceptance_S = np.array([self._acceptance[seq].share for seq, _ in found])
-            depths = choose_depths(acceptance_S, available_S, num_decodes, costs_N[:budget])
-            self._choose_passes(acceptance_S, num_decodes, budget)
+            num_drafts = min(budget, int(available_S.sum()))
+            costs_N = self._costs.expected(num_decodes, num_drafts, self._passes)
+            depths = choose_depths(acceptance_S, available_S, num_decodes, costs_N)
             if not depths.any():
                 self._costs.relax()
         else:
@@ -117,28 +138,63 @@ class Speculator:
             if depth:
                 yield seq, drafts[:depth]
 
-    def _choose_passes(self, acceptance_S: np.ndarray, num_decodes: int, budget: int) -> None:
-        """Choose anew, now and then, how many tokens a draft model drafts behind each step with drafts."""
-        self._num_choices += 1
-        if not self.uses_model or self._num_choices % CHOOSE_EVERY != 1:
+    def _judge(self, seqs: list[Sequence], num_decodes: int, budget: int) -> None:
+        """Find the acceptance from which drafts pay; of a draft model also how many tokens it drafts, now and then.
+
+        Drafts pay if they do with some number of passes, whatever the present number is.
+        """
+        if not self.uses_model:
+            costs_N = self._costs.expected(num_decodes, num_decodes * self._most)
+            self._least = least_share(costs_N[num_decodes - 1 :: num_decodes])
             return
-        num_drafts = min(budget, len(acceptance_S) * self._most)
+        self._num_choices += 1
+        if self._num_choices % CHOOSE_EVERY != 1:
+            return
+        costs = [
+            self._costs.expected(num_decodes, num_decodes * count, count)
+            for count in range(1, self._most + 1)
+        ]
+        self._least = min(least_share(of[num_decodes - 1 :: num_decodes]) for of in costs)
+        shares = [self._acceptance[seq].share for seq in seqs if seq in self._acceptance]
+        acceptance_S = np.array(shares or [self._of_all.share] * num_decodes)
         self._passes = choose_passes(
-            acceptance_S,
-            self._most,
-            num_decodes,
-            lambda count: self._costs.expected(num_decodes, num_drafts, count),
+            acceptance_S, self._most, num_decodes, lambda count: costs[count - 1][:budget]
         )
 
-    def draft_steps(self, seqs: Iterable[Sequence], step: int) -> int:
-        """Return how many tokens a draft model is to draft of each of these sequences behind step number `step`.
+    def wish(self, seqs: Iterable[Sequence], step: int, *, prompts: bool) -> tuple[bool, int]:
+        """Return whether a draft model is to read step number `step`, and how many tokens it is to draft behind it.
 
-        While no drafts pay, it drafts one token in each PROBE_EVERY-th step, which is compared with the token that
-        comes: ranks probe in the same steps.
+        seqs      sequences with new tokens
+        prompts   the step computes tokens of prompts
+
+        While no drafts of a sequence pay, the draft model reads its next PATIENCE steps, and drafts one token in each
+        PROBE_EVERY-th step, which is compared with the token that comes. Then it reads no more, until the drafts of
+        another sequence pay, or a PAUSE ends. Ranks do so in the same steps.
         """
-        if any(map(self._pays, seqs)):
-            return self._passes
-        return int(step % PROBE_EVERY == 0)
+        pays, waiting = False, []
+        for seq in seqs:
+            if self._pays(seq):
+                pays = True
+                self._patience[seq] = PATIENCE
+            else:
+                waiting.append(seq)
+        if waiting and step >= self._next_probe:
+            self._next_probe = (step // PAUSE + 1) * PAUSE
+            probing = next((seq for seq in waiting if seq not in self._left_out), waiting[0])
+            self._left_out.discard(probing)
+            self._patience[probing] = PATIENCE
+        waits = False
+        for seq in waiting:
+            if seq not in self._left_out and self._patience.get(seq, 0):
+                waits = True
+                self._patience[seq] -= 1
+        if pays:
+            return True, self._passes
+        return waits or prompts, int(waits and step % PROBE_EVERY == 0)
+
+    def left_out(self, seqs: Iterable[Sequence]) -> None:
+        """Draft no more of these sequences: the draft model does not read their next step."""
+        self._left_out.update(seqs)
 
     def observe(self, size: StepSize, seconds: float) -> None:
         """Count a step without prompts."""
@@ -147,6 +203,8 @@ class Speculator:
     def forget(self, seq: Sequence) -> None:
         """Free what is kept of a sequence that has ended."""
         self._acceptance.pop(seq, None)
+        self._patience.pop(seq, None)
+        self._left_out.discard(seq)
         self._drafter.forget(seq)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ class StepSize(NamedTuple):
 
     rows      of the busiest rank
     verifies  a rank verifies drafts
-    seqs      sequences of the busiest rank that a draft model drafts tokens of
+    seqs      sequences of the busiest rank that a draft model drafts tokens of; 0: it does not read the step
     drafts    tokens that it drafts of each
     """
 
@@ -48,7 +49,8 @@ class StepSize(NamedTuple):
     def of(cls, plan: StepPlan, own_drafts: int) -> "StepSize":
         """Return the size of a step in which this rank verifies `own_drafts` drafts."""
         verifies = own_drafts > 0 or plan.graph_mode == GraphMode.VERIFY
-        return cls(max(plan.num_tokens_across_dp), verifies, plan.draft_rows, plan.draft_steps)
+        seqs = plan.draft_rows if plan.draft_reads else 0
+        return cls(max(plan.num_tokens_across_dp), verifies, seqs, plan.draft_steps)
 
 
 _CURVES = ("decode", "verify", "first", "one_draft", "drafts")
@@ -112,15 +114,21 @@ class StepSeconds:
             one, most = _interpolate(self.one_draft, seqs), _interpolate(self.drafts, seqs)
             share = (drafts - 1) / (self.most - 1) if self.most > 1 else 0.0
             parts.append(one + share * (most - one))
-        seconds: np.ndarray = np.sum(np.broadcast_arrays(*parts), axis=0)
-        return seconds
+        return sum(parts[1:], parts[0])
+
+
+@lru_cache(maxsize=16)  # of one rank; a conversion takes longer than all else here
+def _arrays(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows and the seconds."""
+    known, seconds = np.array(curve).T
+    return known, seconds
 
 
 def _interpolate(curve: Curve, rows: np.ndarray | int) -> np.ndarray:
     """Return the seconds of `rows`; behind the largest they are in proportion to the rows."""
     if not curve:
         return np.zeros(np.shape(rows))
-    known, seconds = np.array(curve).T
+    known, seconds = _arrays(curve)
     beyond = np.maximum(1.0, rows / known[-1])
     found: np.ndarray = np.interp(rows, known, seconds) * beyond
     return found
@@ -212,7 +220,7 @@ class DraftCosts:
         measured = self._measured
         if measured is not None:
             seqs = num_decodes if draft_steps else 0
-            alone_s = max(LEAST_S, float(measured.of(num_decodes, False, seqs)))
+            alone_s = max(LEAST_S, float(measured.of(num_decodes, False)))
             costs_N = measured.of(num_decodes + more_N, True, seqs, draft_steps) / alone_s
         else:
             alone_s = self._times.expected(num_decodes)

@@ -106,7 +106,8 @@ class Vote:
     prefill_tokens  tokens of prompts among num_tokens
     prefill_cap   most prompt tokens that a rank may run in the next step, because this rank decodes in it; 0 if it does
                   not
-    draft_steps   tokens that a draft model is to draft of each sequence behind the step; at 0 it reads the step alone
+    draft_reads   a draft model is to read the step, by a pass over all rows: later drafts need K and V of all tokens
+    draft_steps   tokens that it is to draft of each sequence behind the step
     draft_rows    sequences that it is to draft tokens of
     adapter_rows  the step has rows with adapters on the rank
     adapter_slots  slots of the adapters of its running sequences, slot s as bit s - 1
@@ -124,6 +125,7 @@ class Vote:
     wants_ubatch: int = 0
     prefill_tokens: int = 0
     prefill_cap: int = 0
+    draft_reads: int = 0
     draft_steps: int = 0
     draft_rows: int = 0
     adapter_rows: int = 0
@@ -160,6 +162,7 @@ class StepPlan:
     padded_tokens         rows that every rank runs, or 0 if the step runs ragged
     prefill_tokens        most prompt tokens of a rank
     prefill_cap           most prompt tokens of a rank in the next step, because a rank decodes in it; 0 = no rank does
+    draft_reads           draft models read the step, on all ranks
     draft_steps           tokens that draft models draft of each sequence, on all ranks
     draft_rows            rows of every rank in the passes that draft the second token and later ones
     adapters              a rank has rows with adapters
@@ -175,6 +178,7 @@ class StepPlan:
     stop: bool = False
     prefill_tokens: int = 0
     prefill_cap: int = 0
+    draft_reads: bool = False
     draft_steps: int = 0
     draft_rows: int = 0
     adapters: bool = False
@@ -250,6 +254,7 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         ubatch,
         prefill_tokens=max(columns["prefill_tokens"]),
         prefill_cap=min(filter(None, columns["prefill_cap"]), default=0),
+        draft_reads=any(columns["draft_reads"]),
         draft_steps=max(columns["draft_steps"]),
         draft_rows=max(columns["draft_rows"]),
         **_adapters(columns),
