@@ -124,8 +124,8 @@ def soak() -> Iterator[str]:
     name, before, _, after, *_ = grew.replace(":", "").split()
     assert found["failed"] == [] and name == "gcs_rss_mb"
     yield (
-        f"In a [soak](results/chaos-cpu-soak.md) of {found['seconds'] / 60:.0f} minutes with {sum(failures)} failures of "
-        f"{len(failures)} kinds, {found['ranks']} ranks and {found['streams']} clients, no answer of "
+        f"In a [soak](results/chaos-cpu-soak.md) of {found['seconds'] / 60:.0f} minutes with {sum(failures)} failures "
+        f"of {len(failures)} kinds, {found['ranks']} ranks and {found['streams']} clients, no answer of "
         f"{sum(found['answered'].values()):,} failed; the longest time without an item of an answer was {wait:.1f} s. "
         f"Ray's `gcs_server` grew by {float(after) - float(before):.0f} MB"
     )
