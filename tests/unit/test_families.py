@@ -98,14 +98,16 @@ def test_logits_equal_transformers(
     ids = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = load_reference(path)(ids).logits[0]
+    # The spread of logits is 0.1 to 3; rounding errors of float32 grow with it.
+    within = {"atol": 1e-4 * max(1.0, float(expected.std())), "rtol": 0}
     rank = OneRank(path)
     whole = rank.logits(make_batch(ids.tolist(), [0]))
-    torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(whole, expected, **within)
     parts = [
         rank.logits(make_batch([ids[0, start:end].tolist()], [start], padding=3))
         for start, end in ((0, 17), (17, 18), (18, 40))
     ]
-    torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.cat(parts), expected, **within)
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
