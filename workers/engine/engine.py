@@ -303,8 +303,7 @@ class Engine:
         self._committed_at = now
         speculator, plan = self.scheduler.speculator, step.plan
         if speculator is not None and before and not plan.prefill_tokens:
-            own_drafts = step.batch.num_tokens - len(step.batch.seqs)
-            speculator.observe(StepSize.of(plan, own_drafts), now - before)
+            speculator.observe(StepSize.of(plan, step.batch), now - before)
         if self._prefill_cap is not None and step.prefill_cap and before:
             self._prefill_cap.observe(now - before, step.plan.prefill_tokens, step.prefill_cap)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.step_sync import GraphMode, StepPlan
 
 DECAY = 0.98
@@ -46,9 +47,9 @@ class StepSize(NamedTuple):
     drafts: int = 0
 
     @classmethod
-    def of(cls, plan: StepPlan, own_drafts: int) -> "StepSize":
-        """Return the size of a step in which this rank verifies `own_drafts` drafts."""
-        verifies = own_drafts > 0 or plan.graph_mode == GraphMode.VERIFY
+    def of(cls, plan: StepPlan, batch: ScheduledBatch) -> "StepSize":
+        """Return the size of a step without prompts in which this rank has `batch`."""
+        verifies = batch.num_tokens > len(batch.seqs) or plan.graph_mode == GraphMode.VERIFY
         seqs = plan.draft_rows if plan.draft_reads else 0
         return cls(max(plan.num_tokens_across_dp), verifies, seqs, plan.draft_steps)
 
