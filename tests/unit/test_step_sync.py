@@ -181,3 +181,10 @@ def test_plans_are_safe(group, equal):
     if plan.graph_mode:
         votes_of = [getattr(v, graph_rows[plan.graph_mode]) for v in group]
         assert all(votes_of) and plan.padded_tokens == max(votes_of)
+
+
+def test_all_ranks_read_the_load_of_experts_in_equal_pairs_of_steps():
+    read = [
+        decide(rows(vote(3, step=step), vote(step=step)), RAGGED).load_step for step in range(100)
+    ]
+    assert [step for step in read if step is not None] == [0, 1, 32, 33, 64, 65, 96, 97]

@@ -21,7 +21,7 @@ class EagerGraphs(StepGraphs):
         batch = self._builder.build(cuda_graphs._IDLE, key.rows, graph=True)
         logits_TV = self._logits_TV[: key.rows] if key.mode.gives_logits else None
         replay = SimpleNamespace(replay=lambda: self._forward(batch, key))
-        return ForwardGraph(replay, self._hidden_TD[: key.rows], logits_TV, None, {})
+        return ForwardGraph(replay, self._hidden_TD[: key.rows], logits_TV, {})
 
 
 class EagerPlanner:
@@ -89,3 +89,14 @@ def test_tokens_of_verify_graphs_equal_those_of_eager_steps(captured, params):
     assert modes["VERIFY"] > 3 and modes["MIXED"] and not modes["NONE"]
     forms = {form for key, form in engine.runner.graphs._graphs if key.mode.name == "VERIFY"}
     assert forms == {GraphForm.MIXED}
+
+
+def test_replays_count_the_rows_of_experts_as_eager_steps(captured):
+    served, params = captured, {"max_tokens": 5}
+    engine, load = served.epoch.engine, served.epoch.backends.expert_load
+    sizes, counted = engine._graph_sizes, []
+    for graphs in (GraphSizes(), sizes):
+        engine._graph_sizes, before_Ls = graphs, load.counts_Ls.clone()
+        served.run(PROMPTS, no_drafts, next(SALTS), **params)
+        counted.append(load.counts_Ls - before_Ls)
+    assert counted[0].sum() > 0 and counted[0].equal(counted[1])

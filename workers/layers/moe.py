@@ -96,8 +96,8 @@ class MoeBlock:
         if self.shared is not None:  # computed while the rows travel
             residual_TD = self.shared.add_to(residual_TD, h_TD)
         expert_input = pending.wait()
-        if self.expert_load.watching:
-            self.expert_load.add(expert_input.offs_e)
+        if self.expert_load.counting:
+            self.expert_load.add(self._layer, expert_input.offs_e)
         y_RD = self.grouped_gemm(
             expert_input, self.w13_e2ID, self.w2_eDI, self.spec.activation, self._biases
         )

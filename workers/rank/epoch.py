@@ -46,7 +46,6 @@ from workers.runner.graph_sizes import NO_PROMPTS, GraphSizes, graphs_off
 from workers.runner.model_runner import ModelRunner
 from workers.scheduler.scheduler import Scheduler
 from workers.speculation.speculator import make_speculator
-from workers.stats.stats import EngineStats
 from workers.step.step_sync import PlanConfig
 
 logger = logging.getLogger(__name__)
@@ -307,7 +306,7 @@ class Epoch:
                 epoch=self.rendezvous.epoch,
                 publish=publish,
                 wake_peers=wake_peers,
-                stats=EngineStats(self.backends.expert_load, process.pace),
+                stats=process.new_stats(),
                 grammars=process.grammars,
                 asynchronous=process.asynchronous,
                 graph_sizes=self.graph_sizes,

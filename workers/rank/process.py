@@ -39,6 +39,7 @@ from workers.sampling.grammar_compiler import GrammarCompiler
 from workers.scheduler.prefill_cap import PrefillCap
 from workers.specs.model import ModelConfig
 from workers.stats.pace import Pace
+from workers.stats.stats import EngineStats
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import load_weights
 from workers.weights.tensors import rank_weight_bytes
@@ -191,6 +192,18 @@ class RankProcess:
             elif self.experts != experts or self.model.seat != (self.expert_map, self.rank):
                 self._take_experts(self.model, experts, progress)
         self.experts = experts
+        self._count_experts()
+
+    def _count_experts(self) -> None:
+        """Count the rows of this rank's experts from zero."""
+        assert self.backends is not None, "load() comes first"
+        num_layers = len(self.model_config.layers)
+        self.backends.expert_load.allocate(num_layers, len(self.experts), self.device)
+
+    def new_stats(self) -> EngineStats:
+        """Return the statistics of an epoch that begins to serve; the rows of its warm-up do not count."""
+        self._count_experts()
+        return EngineStats(self.pace)
 
     def _unbound_backends(self) -> select.Backends:
         context = self.backend_context(None)

@@ -46,14 +46,12 @@ class ForwardGraph:
 
     hidden_TD   all rows
     logits_TV   float32, all rows; None for graphs of MIXED steps
-    offs_Le     expert load of all layers; None where the model has none
     hidden_after  by number of a layer, all rows after it
     """
 
     graph: torch.cuda.CUDAGraph
     hidden_TD: torch.Tensor
     logits_TV: torch.Tensor | None
-    offs_Le: torch.Tensor | None
     hidden_after: dict[int, torch.Tensor]
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor | None:
@@ -141,10 +139,9 @@ class StepGraphs:
         """Capture the graph of a step if it was postponed. Collective: all ranks run the step, with one key."""
         if key not in self._postponed:
             return
-        watching = self._expert_load.watching
         started, self.capturing = time.perf_counter(), True
         self._capture_all([key])
-        self._expert_load.watching, self.capturing = watching, False
+        self.capturing = False
         spent = time.perf_counter() - started
         logger.debug("captured %s in %.2f s, %d are left", key, spent, len(self._postponed))
 
@@ -249,17 +246,17 @@ class StepGraphs:
             # thread_local, because other threads may use the device meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                offs_Le = self._forward(batch, key)
+                self._forward(batch, key)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         logits_TV = self._logits_TV[: key.rows] if key.mode.gives_logits else None
         after = {layer: hidden_TD[: key.rows] for layer, hidden_TD in self._after.items()}
-        return ForwardGraph(graph, self._hidden_TD[: key.rows], logits_TV, offs_Le, after)
+        return ForwardGraph(graph, self._hidden_TD[: key.rows], logits_TV, after)
 
-    def _forward(self, batch: ForwardBatch, key: GraphKey) -> torch.Tensor | None:
-        """Run the forward into the buffers of hidden states and logits; return the expert load of all layers."""
-        self._expert_load.watch()
+    def _forward(self, batch: ForwardBatch, key: GraphKey) -> None:
+        """Run the forward into the buffers of hidden states and logits, and count the rows of the experts."""
+        self._expert_load.begin()
         model = self._ubatches if key.ubatch else self._model
         assert model is not None, "there are no ubatches"
         after = dict(self._after)
@@ -270,4 +267,4 @@ class StepGraphs:
         self._hidden_TD[: key.rows].copy_(hidden_TD)
         if key.mode.gives_logits:
             self._model.compute_logits(hidden_TD, out=self._logits_TV[: key.rows])
-        return self._expert_load.take()
+        self._expert_load.finish()

@@ -10,7 +10,6 @@ import torch
 from kernels.backends.select import Backends
 from kernels.host.host_copy import HostCopies, StepClock
 from kernels.pending import Pending
-from kernels.routing.expert_load import LoadSample
 from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_snapshots import independent
 from workers.models.decoder import DecoderLM
@@ -30,10 +29,9 @@ from workers.step.step_output import RunTimes, StepOutput
 from workers.step.step_sync import StepPlan
 from workers.ubatch.wrapper import UBatchWrapper
 
-# hidden_TD; float32 logits_LV, if any row gives logits; offs_Le in steps that read the expert load; hidden_TD after
-# the layers that a draft model reads.
+# hidden_TD; float32 logits_LV, if any row gives logits; hidden_TD after the layers that a draft model reads.
 HiddenAfter = dict[int, torch.Tensor]
-Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, HiddenAfter]
+Forwarded = tuple[torch.Tensor, torch.Tensor | None, HiddenAfter]
 _NO_TOKENS = SampledTokens(torch.empty(0, dtype=torch.int64), [])
 _NO_HIDDEN = torch.empty(0)
 
@@ -129,7 +127,7 @@ class ModelRunner:
             if failure is not None:
                 raise failure
             return self._finish(
-                scheduled, batch, forwarded, sampled, drafts_SK, counts_B, clock, prepare
+                scheduled, batch, plan, forwarded, sampled, drafts_SK, counts_B, clock, prepare
             )
         except Exception as error:
             # The collectives are over: the error is raised when the step is committed, and then voted.
@@ -162,7 +160,7 @@ class ModelRunner:
         counts_B: np.ndarray | None,
     ) -> torch.Tensor:
         """Run the passes of the draft model behind a forward. Collective."""
-        hidden_TD, _, _, hidden_after = forwarded
+        hidden_TD, _, hidden_after = forwarded
         token_L = sampled.token_B.to(self._device)
         failed = len(token_L) < len(batch.logits_indices)
         states_TD = drafts.model.read_target(hidden_TD, hidden_after)
@@ -177,6 +175,7 @@ class ModelRunner:
         self,
         scheduled: ScheduledBatch,
         batch: ForwardBatch,
+        plan: StepPlan,
         forwarded: Forwarded,
         sampled: SampledTokens,
         drafts_SK: torch.Tensor | None,
@@ -185,19 +184,20 @@ class ModelRunner:
         prepare: float,
     ) -> Pending[StepOutput]:
         """Start to copy the outputs of a step to the host."""
-        hidden_TD, _, offs_Le, _ = forwarded
+        hidden_TD = forwarded[0]
         # A step that completes a prompt also samples its first token.
         prompts = self._prompt_logprobs.collect(
             scheduled.parts, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
         )
         vectors = self._pooling.collect(scheduled, batch.query_start_loc_cpu, hidden_TD)
+        counts_Ls = self._read_load(plan)
         clock.mark()
 
         copy = HostCopies(self._copy_stream)
         sampled = sampled.to(copy)
         prompts = {name: parts.to(copy) for name, parts in (prompts or {}).items()}
         vectors = None if vectors is None else vectors.to(copy)
-        offs_Le = None if offs_Le is None else copy(offs_Le)
+        counts_Ls = None if counts_Ls is None else copy(counts_Ls)
         drafts_SK = None if drafts_SK is None else copy(drafts_SK)
         copy.finish()
 
@@ -211,10 +211,15 @@ class ModelRunner:
                 times=RunTimes(prepare, *clock.seconds()),
                 drafts=None if drafts_SK is None else _drafts_of(scheduled, drafts_SK),
                 counts_B=counts_B,
-                expert_load=None if offs_Le is None else LoadSample.of(offs_Le),
+                expert_counts=None if counts_Ls is None else counts_Ls.numpy(),
             )
 
         return Pending(read)
+
+    def _read_load(self, plan: StepPlan) -> torch.Tensor | None:
+        """Return a copy of the counts of the experts' rows, which the next step adds to, in steps that read them."""
+        counts_Ls = self._expert_load.counts_Ls
+        return None if plan.load_step is None or counts_Ls is None else counts_Ls.clone()
 
     def _copy_states(self, copies: tuple[tuple[int, int], ...]) -> None:
         for sources, targets in independent(list(copies)):
@@ -302,19 +307,17 @@ class ModelRunner:
 
     def _forward(self, model: DecoderLM | UBatchWrapper, batch: ForwardBatch) -> Forwarded:
         after = dict.fromkeys(self.aux_layers, _NO_HIDDEN)
+        self._expert_load.begin()
         hidden_TD = model.forward(batch, hidden_after=after) if after else model.forward(batch)
-        offs_Le = self._expert_load.take() if self._expert_load.watching else None
-        return hidden_TD, self._logits(hidden_TD, batch), offs_Le, after
+        self._expert_load.finish()
+        return hidden_TD, self._logits(hidden_TD, batch), after
 
     def _replay(self, graph: ForwardGraph, batch: ForwardBatch) -> Forwarded:
-        watching, self._expert_load.watching = self._expert_load.watching, False
         graph.graph.replay()
         logits_LV = graph.logits(batch)
         if logits_LV is None:
             logits_LV = self._logits(graph.hidden_TD, batch)
-        # A copy, because the next replay may overwrite it before the host has read it.
-        offs_Le = graph.offs_Le.clone() if watching and graph.offs_Le is not None else None
-        return graph.hidden_TD, logits_LV, offs_Le, graph.hidden_after
+        return graph.hidden_TD, logits_LV, graph.hidden_after
 
     def _logits(self, hidden_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
         """Return the float32 logits of batch.logits_indices; None without any."""

@@ -130,6 +130,8 @@ class Vote:
 
 FIELD_NAMES = tuple(field.name for field in fields(Vote))
 NUM_FIELDS = len(FIELD_NAMES)
+LOAD_STEPS = 32
+"""Steps between two readings of the experts' load. The step behind each is read too: their difference is one step."""
 REASON_ROWS = 8  # rows that carry the reason of a failure after the vote
 
 
@@ -152,6 +154,7 @@ class StepPlan:
     prefill_cap           most prompt tokens of a rank in the next step, because a rank decodes in it; 0 = no rank does
     draft_steps           tokens that draft models draft of each sequence, on all ranks
     draft_rows            rows of every rank in the passes that draft the second token and later ones
+    load_step             number of this step if all ranks read the counts of their experts' rows behind it
     """
 
     run: bool
@@ -164,6 +167,7 @@ class StepPlan:
     prefill_cap: int = 0
     draft_steps: int = 0
     draft_rows: int = 0
+    load_step: int | None = None
 
     def tokens_to_run(self, rank: int) -> int:
         """Return the rows of `rank`'s forward with padding; at least one, because idle ranks run along."""
@@ -229,6 +233,7 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         prefill_cap=min(filter(None, columns["prefill_cap"]), default=0),
         draft_steps=max(columns["draft_steps"]),
         draft_rows=max(columns["draft_rows"]),
+        load_step=columns["step"][0] if columns["step"][0] % LOAD_STEPS < 2 else None,
     )
 
 
