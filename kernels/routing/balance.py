@@ -43,7 +43,7 @@ def plan_layer(
     loads_E = np.asarray(loads_E, dtype=np.float64)
     per_host = len(loads_E) // hosts
     host_sizes = sizes.reshape(hosts, -1).sum(axis=1) if len(sizes) % hosts == 0 else [0]
-    in_groups = 1 < hosts and 1 < groups and groups % hosts == 0 and min(host_sizes) >= per_host
+    in_groups = hosts > 1 and groups > 1 and groups % hosts == 0 and min(host_sizes) >= per_host
     if in_groups and sizes.max() <= per_host:
         return _by_groups(loads_E, rank_S, present_S, hosts, groups)
     return _plan(loads_E, np.arange(len(loads_E)), rank_S, np.asarray(present_S))
@@ -85,9 +85,7 @@ def _by_groups(
     if not _complete(present_S, rank_S, len(loads_E)):
         return planned_S
     worse = np.bincount(rank_S, weight_E[planned_S]).max()
-    return (
-        planned_S if worse < np.bincount(rank_S, before_E[present_S]).max() * LESS else present_S
-    )
+    return planned_S if worse < np.bincount(rank_S, before_E[present_S]).max() * LESS else present_S
 
 
 def _pack_groups(load_G: np.ndarray, slots_GH: np.ndarray, hosts: int) -> np.ndarray:

@@ -81,7 +81,7 @@ def test_expert_groups_stay_on_one_host(hosts, spare, seed):
     present = generator.integers(-1, len(loads), starts[-1])
     planned = plan_layer(loads, starts, present, hosts=hosts, groups=groups)
     found = [set((own // group_size).tolist()) for own in planned.reshape(hosts, -1)]
-    assert sorted(sum(map(list, found), [])) == list(range(groups))
+    assert sorted(group for own in found for group in own) == list(range(groups))
 
 
 def test_the_expert_with_most_load_gets_the_spare_slots():

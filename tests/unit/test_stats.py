@@ -190,7 +190,9 @@ def test_the_load_of_experts_is_read_in_pairs_of_steps():
             assert found["expert_step"] is None
     found = pickle.loads(pickle.dumps(stats.snapshot()))
     assert found["expert_rows"] == 12 * number + 12 + 16
-    assert found["expert_window"] == LayerRows(2 * LOAD_STEPS, [8 * LOAD_STEPS + 16, 0, 4 * 32])
+    assert found["expert_window"] == LayerRows(
+        2 * LOAD_STEPS, [8 * LOAD_STEPS + 16, 0, 4 * LOAD_STEPS]
+    )
     assert found["expert_step"] == LayerRows(2 * LOAD_STEPS + 1, [8, 0, 4])
     assert found["expert_balancedness"] == pytest.approx((0.5 + 1) / 2)
     mixed = (6 / 16 + 1) / 2
@@ -204,7 +206,7 @@ def test_a_reading_without_the_step_before_is_no_step():
     stats = EngineStats()
     counts = np.ones((1, 2), dtype=np.int64)
     step(stats, plan=StepPlan(True, (0,), load_step=1), expert_counts=counts)
-    step(stats, plan=StepPlan(True, (0,), load_step=33), expert_counts=2 * counts)
+    step(stats, plan=StepPlan(True, (0,), load_step=LOAD_STEPS + 1), expert_counts=2 * counts)
     assert stats.snapshot()["expert_step"] is None and stats.snapshot()["expert_rows"] == 4
     step(stats, plan=StepPlan(True, (0,), load_step=64), expert_counts=2 * counts)
     step(stats, plan=StepPlan(True, (0,), load_step=65), expert_counts=2 * counts)

@@ -10,7 +10,7 @@ import numpy as np
 from workers.step.step_sync import LOAD_STEPS
 
 KEPT = 0.8
-"""Share of the load that stays in the recent load at the next reading: half of it is 100 steps old or younger."""
+"""Share of the load that stays in the recent load at the next reading: half of it is 50 steps old or younger."""
 
 
 class LayerRows(NamedTuple):

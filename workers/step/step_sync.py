@@ -130,7 +130,7 @@ class Vote:
 
 FIELD_NAMES = tuple(field.name for field in fields(Vote))
 NUM_FIELDS = len(FIELD_NAMES)
-LOAD_STEPS = 32
+LOAD_STEPS = 16
 """Steps between two readings of the experts' load. The step behind each is read too: their difference is one step."""
 REASON_ROWS = 8  # rows that carry the reason of a failure after the vote
 
