@@ -311,6 +311,28 @@ class SpeculationConfig(Section):
         return 1 if self.method == "off" else 1 + self.num_draft_tokens
 
 
+class ExpertsConfig(Section):
+    """Where experts live: which rank holds which, and how many copies."""
+
+    redundant_slots: int = Field(
+        0,
+        ge=0,
+        description="Slots of each rank beside its share of the experts, for copies of experts with many tokens. Each "
+        "takes the memory of one expert in every layer; from about 16 ranks on one slot evens out skewed routing.",
+    )
+    map: str | None = Field(
+        None,
+        min_length=1,
+        description="File of a saved map of experts, relative to the YAML's folder and on every node; for another "
+        "number of ranks a map is planned from its loads. null = experts in their order.",
+    )
+    copies: Literal["auto", "one", "all"] = Field(
+        "auto",
+        description="Which copy of an expert tokens take: one = the same for all, so that fewer weights are read; all "
+        "= all in turn, so that the ranks get equal rows; auto = one in steps without prompts, all in steps with.",
+    )
+
+
 _OF_EPOCH = ("num_ranks", "num_nodes", "threads", "vote_timeout_s", "log_level", "log_format")
 _OF_EPOCH_IN_SECTIONS = (("kernels", "all2all"), ("model", "routing"))
 
@@ -324,6 +346,7 @@ class RankConfig(Section):
     kernels: KernelsConfig
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    experts: ExpertsConfig = Field(default_factory=ExpertsConfig)
     num_ranks: int = Field(ge=1)
     num_nodes: int = Field(1, ge=1)
     network: str | None = Field(

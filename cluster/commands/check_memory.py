@@ -64,7 +64,7 @@ def rank_rows(
 ) -> list[RankRow]:
     """Return a row for each rank; `shape` is from `backend_shape`, num_ubatches is 0 if no step is ever cut."""
     dims = config.dims
-    expert_map = dims.expert_map(model.num_experts)
+    expert_map = dims.expert_map(model.num_experts, config.experts.redundant_slots)
     held = backend_memory(selection, shape, num_ubatches=num_ubatches)
     step = held.step + _model_bytes(config, model, shape.dtype, shape.max_num_tokens)
     graph_bytes = 0
@@ -90,7 +90,7 @@ def rank_rows(
             rank=rank,
             node=dims.node(rank),
             device=f"cuda:{dims.local_rank(rank)}" if config.device == "cuda" else "cpu",
-            experts=_expert_range(expert_map.experts_of(rank)),
+            experts=_expert_range(expert_map.experts_of(rank), config.experts.redundant_slots),
             weight_bytes=sum(
                 rank_weight_bytes(
                     part,
@@ -113,8 +113,11 @@ def rank_rows(
     return table
 
 
-def _expert_range(experts: Sequence[int]) -> str:
-    return f"{experts[0]}-{experts[-1]}" if experts else "none"
+def _expert_range(experts: Sequence[int], spare: int) -> str:
+    """Return the experts of a rank before any load is known, and its redundant slots."""
+    own = experts[: len(experts) - spare]
+    beside = f" +{spare}" if spare else ""
+    return f"{own[0]}-{own[-1]}{beside}" if own else f"none{beside}"
 
 
 def _kv_bytes(config: RankConfig, block_bytes: int, row: RankRow) -> int | None:

@@ -13,6 +13,7 @@ from kernels.interface.config import KernelsConfig
 from workers.config import (
     Auto,
     CacheConfig,
+    ExpertsConfig,
     ModelSection,
     OverlapConfig,
     PositiveInt,
@@ -132,6 +133,7 @@ class PhalanxConfig(Section):
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    experts: ExpertsConfig = Field(default_factory=ExpertsConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
 
 

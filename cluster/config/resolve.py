@@ -71,6 +71,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         kernels=config.kernels,
         overlap=config.overlap,
         speculation=resolve_speculation(config.speculation, model_config),
+        experts=config.experts,
         num_ranks=config.cluster.ranks,
         num_nodes=config.cluster.nodes,
         network=config.cluster.network,

@@ -37,7 +37,7 @@ def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
         num_nodes=config.num_nodes,
         hidden_size=model.hidden_size,
         moe_intermediate_size=model.moe.intermediate_size,
-        num_experts=model.num_experts,
+        num_experts=model.num_experts + config.experts.redundant_slots * config.num_ranks,
         top_k=model.top_k,
         max_num_tokens=config.scheduler.max_num_batched_tokens,
         attention_specs=config.cache.cached(model.attention_specs),

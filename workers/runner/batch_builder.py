@@ -147,6 +147,7 @@ class ForwardBatchBuilder:
             num_tokens=num_tokens,
             num_seqs=num_seqs,
             num_single_rows=batch.num_single_rows,
+            spread_copies=batch.has_prompts,
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=seq_lens,
             sampling_rows_cpu=sampling_rows,

@@ -8,7 +8,7 @@ requests or votes.
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -261,6 +261,7 @@ class StepGraphs:
         assert model is not None, "there are no ubatches"
         after = dict(self._after)
         resolved = batch.resolved(self._builder.last_tokens)
+        resolved = replace(resolved, spread_copies=key.mode == GraphMode.MIXED)
         hidden_TD = model.forward(resolved, hidden_after=after or None)
         for layer, kept_TD in self._after.items():
             kept_TD[: key.rows].copy_(after[layer])

@@ -80,11 +80,11 @@ def draw_weights(
     rank: int,
     device: torch.device,
     progress: Progress | None = None,
-    experts: Container[int] | None = None,
+    experts: Container[tuple[int, int]] | None = None,
 ) -> None:
     """Fill `model` with random weights drawn on `device`; `progress(done, total)` in bytes, after each tensor.
 
-    experts   draw the tensors of these experts alone
+    experts   draw the tensors of these (layer, expert) alone
     """
     generator = torch.Generator(device)
     entries = rank_weights(config, expert_map, rank, experts=experts)

@@ -42,7 +42,7 @@ def load_weights(
     rank: int,
     device: torch.device,
     progress: Progress | None = None,
-    experts: Container[int] | None = None,
+    experts: Container[tuple[int, int]] | None = None,
 ) -> None:
     """Fill `model`, which is on `device`, from the checkpoint folder; `progress(done, total)` in bytes read.
 
@@ -51,7 +51,7 @@ def load_weights(
     CheckpointError names every missing, surplus or misshaped tensor, also tensors of other ranks. Tensors in
     `config.skipped`, and those that are not in `config.kept`, are not read.
 
-    experts   read the tensors of these experts alone
+    experts   read the tensors of these (layer, expert) alone
     """
     entries = weight_map(config)
     stored = split_experts(_headers(Path(path), config), entries)

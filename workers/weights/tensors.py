@@ -120,17 +120,27 @@ def rank_weights(
     expert_map: ExpertMap,
     rank: int,
     *,
-    experts: Container[int] | None = None,
+    experts: Container[tuple[int, int]] | None = None,
 ) -> list[WeightEntry]:
     """Return the tensors of one rank: those of its experts, and every tensor that belongs to no expert.
 
-    experts   return the tensors of these experts alone, as far as the rank holds them
+    experts   return the tensors of these (layer, expert) alone, as far as the rank holds them
     """
-    local = frozenset(expert_map.experts_of(rank))
-    if experts is not None:
-        chosen = frozenset(expert for expert in local if expert in experts)
-        return [entry for entry in weight_map(config) if entry.expert in chosen]
-    return [entry for entry in weight_map(config) if entry.expert is None or entry.expert in local]
+    of_layers: dict[int, frozenset[int]] = {}
+
+    def is_local(entry: WeightEntry) -> bool:
+        layer = entry.layer
+        if layer not in of_layers:
+            of_layers[layer] = frozenset(expert_map.experts_of(rank, layer))
+        if entry.expert not in of_layers[layer]:
+            return False
+        return experts is None or (layer, entry.expert) in experts
+
+    return [
+        entry
+        for entry in weight_map(config)
+        if (experts is None if entry.expert is None else is_local(entry))
+    ]
 
 
 def rank_weight_bytes(
