@@ -42,7 +42,7 @@ class SlotTable:
         columns = min(num_ranks, 1 + len(experts_S) - num_experts)
         slots_EC = np.zeros((num_experts, columns), dtype=np.int32)
         copies_E = np.bincount(experts_S, minlength=num_experts).astype(np.int32)
-        single_R = np.zeros(num_ranks, dtype=np.int64)  # experts whose first copy is there
+        single_R = np.zeros(num_ranks, dtype=np.int64)  # experts of which the first copy is there
         for expert in np.argsort(copies_E, kind="stable").tolist():
             slots = np.flatnonzero(experts_S == expert)
             chosen = int(single_R[rank_S[slots]].argmin())
