@@ -314,6 +314,12 @@ class SpeculationConfig(Section):
 class ExpertsConfig(Section):
     """Where experts live: which rank holds which, and how many copies."""
 
+    rebalance: Literal["off", "auto"] | PositiveInt = Field(
+        "off",
+        description="Move experts between ranks while they serve, by their load. auto = if the busiest rank gets less "
+        "work by it; a number = look every so many steps or later. Takes memory for one more layer of experts.",
+    )
+
     redundant_slots: int = Field(
         0,
         ge=0,
@@ -331,6 +337,12 @@ class ExpertsConfig(Section):
         description="Which copy of an expert tokens take: one = the same for all, so that fewer weights are read; all "
         "= all in turn, so that the ranks get equal rows; auto = one in steps without prompts, all in steps with.",
     )
+
+    @field_validator("rebalance", mode="before")
+    @classmethod
+    def _yaml_words(cls, value: object) -> object:
+        """Turn a boolean back into a word, because YAML 1.1 reads a bare `off` as a boolean."""
+        return "off" if value is False else value
 
 
 _OF_EPOCH = ("num_ranks", "num_nodes", "threads", "vote_timeout_s", "log_level", "log_format")

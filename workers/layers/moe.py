@@ -3,10 +3,11 @@
 T tokens, D hidden, E experts, e experts of this rank, K experts per token, I expert width, R routed rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import partial
-from typing import Any, Self
+from itertools import groupby
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -23,6 +24,27 @@ from workers.step.forward_batch import ForwardBatch
 ExpertWeights = Any  # torch.Tensor or BlockWeights, by the grouped product
 FREE = -1
 """In place of an expert: the weights of the slot are undefined."""
+
+
+class SpareWeights(NamedTuple):
+    """Memory of the same form as the weights of a MoeBlock, under the same names."""
+
+    w13_e2ID: ExpertWeights
+    w2_eDI: ExpertWeights
+    b13_e2I: torch.Tensor | None
+    b2_eD: torch.Tensor | None
+
+    @property
+    def parameters(self) -> tuple[ExpertWeights, ...]:
+        """As MoeBlock.parameters."""
+        return tuple(weights for weights in self if weights is not None)
+
+
+class StagedMap(NamedTuple):
+    """A new map of a layer. experts: of this rank's slots; table: on the device."""
+
+    experts: list[int]
+    table: SlotTable
 
 
 class MoeBlock:
@@ -104,6 +126,24 @@ class MoeBlock:
                 self._device,
             )
 
+    def spare_weights(self) -> "SpareWeights":
+        """Return memory for the weights of as many experts as the rank has slots in this layer."""
+        before = self.parameters
+        self._hold_empty(len(self.wanted))
+        spare = SpareWeights(self.w13_e2ID, self.w2_eDI, self.b13_e2I, self.b2_eD)
+        self.w13_e2ID, self.w2_eDI, *biases = before
+        self.b13_e2I, self.b2_eD = biases or (None, None)
+        return spare
+
+    def commit(self, places: Sequence[int], spare: "SpareWeights", staged: "StagedMap") -> None:
+        """Take these places of `spare` and the map of the layer in place, on the current stream."""
+        assert self.table is not None, "the map of this layer stays"
+        for begin, end in runs(places):
+            for weights, new in zip(self.parameters, spare.parameters, strict=True):
+                weights[begin:end].copy_(new[begin:end])
+        self.table.copy_from(staged.table)
+        self.wanted[:] = self.held[:] = staged.experts
+
     def missing(self) -> list[int]:
         """Return the experts that the rank has slots for, but not the weights."""
         pairs = zip(self.wanted, self.held, strict=True)
@@ -159,3 +199,10 @@ class MoeBlock:
             table,
             spread=spread,
         )
+
+
+def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield first and end of each run of neighbours among ascending places."""
+    for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
+        members = [place for _, place in run]
+        yield members[0], members[-1] + 1

@@ -197,15 +197,14 @@ class RankProcess:
                 self._load_draft(model, self.backends, progress)
                 self.model = model
             else:
-                forced, read = (
-                    self._forced_routing(),
-                    partial(self._read_weights, self.model, progress),
-                )
+                forced = self._forced_routing()
+                read = partial(self._read_weights, self.model, progress)
                 take_place(self.model, self.experts.map, self.rank, forced, read)
                 if self.draft is not None and self.draft_model is not None:
                     head = self.draft_model
                     read = partial(self._read_draft, self.draft, head, progress)
                     take_place(head, self.experts.base, self.rank, forced, read)
+            self.experts.reserve(self.model)
         self._count_experts()
 
     def _count_experts(self) -> None:
@@ -238,7 +237,7 @@ class RankProcess:
         """The arguments of a LayerStack that hold for the model and for the draft model."""
         return {
             "expert_map": expert_map,
-            "placement": Placement(copies=self.config.experts.copies),
+            "placement": Placement(self.experts.movable, self.config.experts.copies),
             "rank": self.rank,
             "device": self.device,
             "dtype": self.dtype,

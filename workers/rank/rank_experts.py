@@ -6,25 +6,30 @@ from pathlib import Path
 from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig
+from workers.layers.moe import SpareWeights
 from workers.models.layer_stack import LayerStack
-from workers.specs.expert_layout import ExpertLayout, LayoutError
-from workers.specs.model import ModelConfig
+from workers.specs.expert_layout import ExpertLayout, LayerLayout, LayoutError, moe_layers
+from workers.specs.model import ModelConfig, MoeSpec
 
 
 class RankExperts:
     """The map of the model's experts, and that of a draft model's.
 
     base     experts in their order, as draft models have them
-    layout   None: that of `base`
-    map      of the model
+    layout   of the model's experts; None: that of `base`
+    movable  experts may move while the process serves
+    spare    where they move: memory of one layer's experts, by layer; equal layers share it
     """
 
     def __init__(self, model: ModelConfig):
         self._model = model
         self._saved: tuple[str, ExpertLayout] | None = None
         self.base: ExpertMap
-        self.map: ExpertMap
         self.layout: ExpertLayout | None = None
+        self._map: ExpertMap | None = None
+        self.movable = False
+        self.spare: dict[int, SpareWeights] = {}
+        self._reserved: dict[int, int] = {}  # slots by layer
 
     def place(self, config: RankConfig, layout: ExpertLayout | None) -> None:
         """Set the maps for the ranks of `config`.
@@ -33,12 +38,49 @@ class RankExperts:
         """
         model, dims = self._model, config.dims
         self.base = dims.expert_map(model.num_experts, config.experts.redundant_slots)
-        self.layout, self.map = None, self.base
+        self.layout, self._map = None, None
+        self.movable = config.experts.rebalance != "off" and not dims.alone
         if layout is None and config.experts.map is not None:
             layout = self._read(config.experts.map)
         if layout is not None:
             self.layout = layout.fitted(self.base, model, dims.num_nodes)
-            self.map = self.layout.expert_map(len(model.layers))
+
+    def reserve(self, model: LayerStack) -> None:
+        """Allocate the spare memory for the weights that the model holds now."""
+        blocks = model.moe_blocks() if self.movable else {}
+        if {number: len(block.wanted) for number, block in blocks.items()} == self._reserved:
+            return
+        made: dict[MoeSpec, SpareWeights] = {}
+        for block in blocks.values():
+            if block.spec not in made:
+                made[block.spec] = block.spare_weights()
+        self.spare = {number: made[block.spec] for number, block in blocks.items()}
+        self._reserved = {number: len(block.wanted) for number, block in blocks.items()}
+
+    def lose_spare(self) -> None:
+        """Leave the spare memory to a thread that still writes to it."""
+        self.spare, self._reserved = {}, {}
+
+    @property
+    def map(self) -> ExpertMap:
+        """The map of the model."""
+        if self._map is None:
+            self._map = self.base
+            if self.layout is not None:
+                self._map = self.layout.expert_map(len(self._model.layers))
+        return self._map
+
+    @property
+    def present(self) -> ExpertLayout:
+        """The layout of all layers with experts."""
+        return self.layout or ExpertLayout.of(self.base, moe_layers(self._model))
+
+    def moved(self, layer: int, slots: tuple[int, ...]) -> None:
+        """Note the new map of a layer."""
+        present = self.present
+        layers = {**present.layers, layer: LayerLayout(slots)}
+        self.layout = ExpertLayout(present.num_experts, present.starts, layers)
+        self._map = None
 
     def _read(self, path: str) -> ExpertLayout:
         if self._saved is None or self._saved[0] != path:

@@ -140,6 +140,30 @@ class ExpertLayout:
         return ExpertLayout(self.num_experts, self.starts, layers)
 
 
+@dataclass(frozen=True)
+class ExpertMove:
+    """A change of a map while ranks serve.
+
+    number   larger than that of every move before
+    layers   (layer, the expert of every slot) of the layers that change, in the order of their commits
+    """
+
+    number: int
+    layers: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @classmethod
+    def between(
+        cls, number: int, present: ExpertLayout, wanted: ExpertLayout
+    ) -> "ExpertMove | None":
+        """Return the move from one layout to another of equal slots; None if they have equal maps."""
+        layers = tuple(
+            (layer, it.slots)
+            for layer, it in sorted(wanted.layers.items())
+            if it.slots != present.layers[layer].slots
+        )
+        return cls(number, layers) if layers else None
+
+
 def moe_layers(model: ModelConfig) -> list[int]:
     """Return the numbers of the layers with experts."""
     return [number for number, spec in enumerate(model.layers) if isinstance(spec.mlp, MoeSpec)]

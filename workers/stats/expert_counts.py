@@ -32,6 +32,7 @@ class ExpertCounts:
 
     def __init__(self) -> None:
         self.recent_Ls: np.ndarray | None = None
+        self._moved: set[int] = set()  # layers, since the last window began
         self._counts_Ls: np.ndarray | None = None  # of the last reading
         self._window_start_Ls: np.ndarray | None = None
         self._step = -1  # of the last reading
@@ -39,6 +40,12 @@ class ExpertCounts:
         self._of_step: LayerRows | None = None
         self._balancedness: float | None = None
         self._num_balanced, self._sum_balanced = 0, 0.0
+
+    def moved(self, layer: int) -> None:
+        """Forget the recent load of a layer: its slots have other experts from the next step on."""
+        if self.recent_Ls is not None:
+            self.recent_Ls[layer] = 0
+        self._moved.add(layer)
 
     def read(self, step: int, counts_Ls: np.ndarray) -> int:
         """Take the counts behind `step`; return the rows of this step if the step before was read too, or 0.
@@ -66,7 +73,10 @@ class ExpertCounts:
         self._window_start_Ls = counts_Ls
         self._window = LayerRows(step, rows_Ls.sum(axis=1).tolist())
         kept_Ls = 0.0 if self.recent_Ls is None else KEPT * self.recent_Ls
-        self.recent_Ls = kept_Ls + rows_Ls
+        recent_Ls = kept_Ls + rows_Ls
+        recent_Ls[sorted(self._moved)] = 0
+        self._moved.clear()
+        self.recent_Ls = recent_Ls
 
     def snapshot(self) -> dict[str, Any]:
         """Return the statistics, picklable.

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ class EngineStats:
         self.step_tokens = Histogram(STEP_TOKENS)
         self.kinds: Counter[tuple[str, str, str]] = Counter()
         self.experts = ExpertCounts()
+        self.moves: Callable[[], dict[str, int]] = dict  # of experts, see ExpertMoves.counts
         self._prefill_cap: int | None = None
         self._invalid_logits = InvalidLogits()
         self._drafts = DraftCounts()
@@ -149,6 +151,7 @@ class EngineStats:
             "kinds": dict(self.kinds),
             "prefill_cap": self._prefill_cap,
             **self.experts.snapshot(),
+            **self.moves(),
             "histograms": {name: (h.bounds, h.values()) for name, h in histograms.items()},
             "process": process_info(),
         }

@@ -7,7 +7,7 @@ that differs between ranks may influence a branch that leads to a collective.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -104,6 +104,9 @@ class Vote:
                   not
     draft_steps   tokens that a draft model is to draft of each sequence behind the step; 0 without one
     draft_rows    sequences that it is to draft tokens of
+    move          number of the move of experts that the rank stages; 0 without one
+    move_staged   1 + position in the move of the layer that the rank has staged; 0 if it still stages
+    move_cancel   number of a move that the rank wants to be cancelled; 0 without one
     has_work      requests wait or run on the rank, scheduled or not
     health        HEALTHY, or another number: then the group stops with the rank's number and reason
     """
@@ -119,6 +122,9 @@ class Vote:
     prefill_cap: int = 0
     draft_steps: int = 0
     draft_rows: int = 0
+    move: int = 0
+    move_staged: int = 0
+    move_cancel: int = 0
     has_work: int = 0
     wants_stop: int = 0
     health: int = HEALTHY
@@ -155,6 +161,9 @@ class StepPlan:
     draft_steps           tokens that draft models draft of each sequence, on all ranks
     draft_rows            rows of every rank in the passes that draft the second token and later ones
     load_step             number of this step if all ranks read the counts of their experts' rows behind it
+    move_commit           position in the move of experts of the layer that all ranks commit before this step
+    move_cancelled        number of the move that all ranks cancel before this step; 0 = none
+    move_late             ranks that have not staged the next layer of the cancelled move
     """
 
     run: bool
@@ -168,6 +177,9 @@ class StepPlan:
     draft_steps: int = 0
     draft_rows: int = 0
     load_step: int | None = None
+    move_commit: int | None = None
+    move_cancelled: int = 0
+    move_late: tuple[int, ...] = ()
 
     def tokens_to_run(self, rank: int) -> int:
         """Return the rows of `rank`'s forward with padding; at least one, because idle ranks run along."""
@@ -216,7 +228,7 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
     if not any(num_tokens):
         # A scheduler with work always schedules tokens once no step is in flight.
         assert not any(columns["has_work"]), f"ranks have work but no tokens: {columns}"
-        return StepPlan(False, tuple(num_tokens))
+        return StepPlan(False, tuple(num_tokens), **_move(columns))
 
     graph_mode, padded = _graph(columns)
     ubatch = all(columns["wants_ubatch"]) and _last_ubatch_has_tokens(
@@ -234,6 +246,7 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         draft_steps=max(columns["draft_steps"]),
         draft_rows=max(columns["draft_rows"]),
         load_step=columns["step"][0] if columns["step"][0] % LOAD_STEPS < 2 else None,
+        **_move(columns),
     )
 
 
@@ -243,6 +256,19 @@ def _graph(columns: dict[str, list[int]]) -> tuple[GraphMode, int]:
         if all(columns[name]):
             return mode, max(columns[name])
     return GraphMode.NONE, max(columns["num_tokens"])
+
+
+def _move(columns: dict[str, list[int]]) -> dict[str, Any]:
+    """Return the fields of the plan about a move of experts: a layer is committed when all ranks have staged it."""
+    moves, staged = columns["move"], columns["move_staged"]
+    cancelled = max(columns["move_cancel"])
+    if cancelled:
+        ready = [move == cancelled and at > 0 for move, at in zip(moves, staged, strict=True)]
+        late = tuple(rank for rank, is_ready in enumerate(ready) if not is_ready)
+        return {"move_cancelled": cancelled, "move_late": late}
+    if min(moves) > 0 and len(set(moves)) == 1 and min(staged) > 0 and len(set(staged)) == 1:
+        return {"move_commit": staged[0] - 1}
+    return {}
 
 
 def _check_lockstep(columns: dict[str, list[int]]) -> None:
