@@ -42,9 +42,15 @@ class SlotTable:
         columns = min(num_ranks, 1 + len(experts_S) - num_experts)
         slots_EC = np.zeros((num_experts, columns), dtype=np.int32)
         copies_E = np.bincount(experts_S, minlength=num_experts).astype(np.int32)
-        single_R = np.zeros(num_ranks, dtype=np.int64)  # experts of which the first copy is there
-        for expert in np.argsort(copies_E, kind="stable").tolist():
-            slots = np.flatnonzero(experts_S == expert)
+        by_expert_S = np.argsort(experts_S, kind="stable")
+        ends_E = np.cumsum(copies_E)
+        slots_EC[:, 0] = by_expert_S[ends_E - copies_E]
+        # Experts of which the first copy is on each rank; a loop over the experts with copies alone, because the thread
+        # that calls this shares the interpreter with the steps.
+        single_R = np.bincount(rank_S[slots_EC[copies_E == 1, 0]], minlength=num_ranks)
+        several = np.flatnonzero(copies_E > 1)
+        for expert in several[np.argsort(copies_E[several], kind="stable")].tolist():
+            slots = by_expert_S[ends_E[expert] - copies_E[expert] : ends_E[expert]]
             chosen = int(single_R[rank_S[slots]].argmin())
             single_R[rank_S[slots[chosen]]] += 1
             slots_EC[expert, : len(slots)] = np.roll(slots, -chosen)

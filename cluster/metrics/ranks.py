@@ -69,6 +69,15 @@ COUNTERS = {
     "steps": ("steps", "Lockstep forwards."),
     "idle_steps": ("idle_steps", "Steps in which this rank had no tokens."),
     "stale_messages": ("stale_messages", "Messages of another epoch that a rank dropped."),
+    "expert_layers_moved": (
+        "expert_layers_moved",
+        "Layers of which the ranks have changed the map of experts while they served.",
+    ),
+    "expert_moves": ("expert_moves", "Moves of experts that are complete."),
+    "expert_moves_cancelled": (
+        "expert_moves_cancelled",
+        "Moves of experts that the ranks have cancelled, because a rank did not stage a layer.",
+    ),
     "expert_rows": (
         "expert_rows",
         "(Token, expert) pairs that came to this rank's experts, up to the last reading.",

@@ -142,7 +142,7 @@ class Group:
             self.status.epoch = max(found.epoch, last_epoch)
             self._set_state("rebuilding", found.reason)
         else:
-            await self._formation.locate()
+            await self._formation.take_over()
             self._set_serving()
         logger.warning("found %d ranks again after a restart of the supervisor", len(found.seats))
         return found.streams
@@ -388,6 +388,7 @@ class Group:
     def _kill(self) -> None:
         if self._growing is not None:
             self._growing.cancel()
+        self._formation.balance.end()
         self._roster.kill()
 
     def _set_state(self, state: GroupState, error: str = "") -> None:

@@ -10,7 +10,6 @@ import pytest
 from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from workers.config import RankConfig
-from workers.models.registry import load_model_config
 from workers.specs.expert_layout import ExpertLayout, LayerLayout
 from workers.wire.request import EngineRequest
 
@@ -47,7 +46,7 @@ def saved(folder: Path, checkpoint: Path, num_ranks: int, spare: int) -> Path:
     config = rank_config(checkpoint, num_ranks)
     loads = np.random.default_rng(1).integers(1, 1000, (LAYERS, EXPERTS))
     base = ExpertLayout.of(config.dims.expert_map(EXPERTS, spare), range(LAYERS))
-    planned = base.with_loads(dict(enumerate(loads))).planned(load_model_config(checkpoint), 1)
+    planned = base.with_loads(dict(enumerate(loads))).planned()
     assert len({it.slots for it in planned.layers.values()}) > 1
     # The planner keeps what it may; here each rank has its experts backwards too.
     starts = planned.starts

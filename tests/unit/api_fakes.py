@@ -21,6 +21,7 @@ from cluster.errors import BadRequestError
 from cluster.metrics.snapshot import Snapshot
 from cluster.supervisor.status import GroupStatus
 from tests.checkpoints.writer import make_checkpoint
+from workers.specs.expert_layout import ExpertLayout
 from workers.wire.request import RequestOutput, SamplingParams, TokenLogprobs
 
 MODEL = "tiny/model"
@@ -98,6 +99,7 @@ class FakeBackend:
         self.ready = (True, "")
         self.operations: list[tuple[str, Any]] = []
         self.stats: list[dict[str, Any]] = []
+        self.layouts: list[ExpertLayout] = []
         self.group_states: list[dict[str, Any]] = [GroupStatus(state="serving").to_json()]
         self.token_times: dict[int, float] = {}
         self.fail_before: Exception | None = None
@@ -185,6 +187,9 @@ class FakeBackend:
 
     async def rank_stats(self) -> list[dict[str, Any]]:
         return self.stats
+
+    async def expert_layouts(self) -> list[ExpertLayout]:
+        return self.layouts
 
     async def ingress_metrics(self, own: Snapshot) -> Snapshot:
         return own

@@ -13,7 +13,14 @@ from kernels.routing.expert_map import ContiguousMap, PlacedMap
 from tests.unit.model_case import small_checkpoint
 from workers.models.registry import load_model_config
 from workers.rank.rank_experts import RankExperts
-from workers.specs.expert_layout import ExpertLayout, LayoutError, expert_groups, moe_layers
+from workers.specs.expert_layout import (
+    ExpertLayout,
+    ExpertReport,
+    LayoutError,
+    expert_groups,
+    joined,
+    moe_layers,
+)
 from workers.specs.model import MlpSpec
 
 
@@ -63,32 +70,39 @@ def test_files_that_are_no_map(tmp_path, change, message):
         ExpertLayout.read(tmp_path / "missing.json")
 
 
-def test_other_ranks_get_a_plan_by_the_loads_and_the_same_ranks_the_same_map(checkpoint):
-    model = load_model_config(checkpoint)
+def test_other_ranks_get_a_plan_by_the_loads_and_the_same_ranks_the_same_map():
     mine = layout()
-    assert mine.fitted(ContiguousMap(8, 2, 1), model, 1) is mine
-    other = mine.fitted(ContiguousMap(8, 4, 0), model, 2)
-    assert other.starts == (0, 2, 4, 6, 8)
+    assert mine.fitted(ExpertLayout.of(ContiguousMap(8, 2, 1), range(3))) == mine
+    base = ExpertLayout.of(ContiguousMap(8, 4), range(3), hosts=2)
+    other = mine.fitted(base)
+    assert other.starts == (0, 2, 4, 6, 8) and other.hosts == 2
     for layer, it in other.layers.items():
         assert sorted(it.slots) == list(range(8)) and it.loads == mine.layers[layer].loads
-    assert other == mine.fitted(ContiguousMap(8, 4, 0), model, 2)
+    assert other == mine.fitted(base)
+    without = ExpertLayout.of(ContiguousMap(8, 2, 1), range(3))
+    assert without.fitted(base) is base, "no loads to plan by"
 
 
 def test_layers_without_loads_stay():
     mine = ExpertLayout.of(ContiguousMap(8, 2, 1), range(2))
-    zero = mine.with_loads({0: [0] * 8, 1: [90, 0, 0, 80, 0, 0, 0, 1]})
-    planned = zero.planned(load_model_config_stub(), 1)
-    assert planned.layers[0].slots == mine.layers[0].slots != planned.layers[1].slots
+    planned = mine.with_loads({0: [0] * 8, 1: [90, 0, 0, 80, 0, 0, 0, 1]}).planned()
+    assert planned.layers[0].slots == mine.layers[0].slots
+    assert planned.layers[1].slots != mine.layers[1].slots
 
 
-def load_model_config_stub():
-    from workers.specs.model import RouterSpec
-
-    class Stub:
-        class moe:
-            router = RouterSpec(top_k=2, norm_topk_prob=True)
-
-    return Stub
+def test_the_reports_of_all_ranks_add_up_where_they_are_of_one_moment():
+    base = ExpertLayout.of(ContiguousMap(3, 2, 1), [4])  # 0 1 2 and 2 0
+    rows = [(10.0, 5.0, 1.0), (2.0, 30.0)]
+    reports = [ExpertReport(rank, 32, base, {4: rows[rank]}) for rank in range(2)]
+    whole = joined(reports)
+    assert whole is not None and whole.layers[4].loads == (40, 5, 3)
+    assert whole.busiest() == (20 + 5 + 1.5, 24)
+    assert joined([reports[0], replace(reports[1], step=48)]) is None
+    moved = base.with_slots(4, (2, 1, 0, 2, 0))
+    assert joined([reports[0], replace(reports[1], layout=moved)]) is None
+    assert joined(reports[:1]) is None, "a rank is missing"
+    empty = joined([replace(it, rows={}) for it in reports])
+    assert empty is not None and empty.busiest() == (0, 0)
 
 
 def test_groups_count_where_the_router_closes_some(checkpoint):
@@ -129,13 +143,12 @@ def test_a_process_takes_the_map_of_its_group_before_that_of_the_file(checkpoint
 
     path = tmp_path / "map.json"
     layout().save(path)
-    model = load_model_config(checkpoint)
-    experts = RankExperts(model)
+    experts = RankExperts(load_model_config(checkpoint))
     config = rank_config(checkpoint, 2, experts={"map": str(path), "redundant_slots": 1})
     experts.place(config, None)
     assert experts.layout == layout() and not experts.map.is_identity
     assert experts.base == ContiguousMap(8, 2, 1)
-    experts.place(config, layout().planned(model, 1))
+    experts.place(config, layout().planned())
     assert experts.layout != layout()
     experts.place(rank_config(checkpoint, 3), layout())
     assert experts.map.num_ranks == 3 and experts.map.num_slots == 8

@@ -1,7 +1,7 @@
 """The Ray actor shell of a rank: inbox, senders, life cycle. The rest is in its RankProcess and the open Epoch.
 
-The event loop answers calls; the stages of start-up and the step loop run on threads of their own. torch is imported
-only in the actor itself, so that a supervisor can create it quickly.
+The event loop answers calls; the stages of start-up and the step loop run on threads of their own. Only the actor
+imports torch, so that a supervisor can create it quickly.
 """
 
 import asyncio
@@ -20,7 +20,6 @@ from kernels.host.cuda_environment import check_multicast_off, share_compiled_ke
 from kernels.host.owned import OwnedTask
 from kernels.host.processes import start_ticks
 from kernels.routing.expert_map import STANDBY
-from workers import hub
 from workers.config import RankConfig
 from workers.log import set_up_logging
 from workers.rank.checkpoint_holder import CheckpointHolder
@@ -30,6 +29,7 @@ from workers.rank.network import address_on, bind_to_address
 from workers.rank.rank_info import Membership, Pulse, RankInfo, RankTrace, Rendezvous
 from workers.rank.step_loop import RankFailedError, StepLoop
 from workers.rank.token_streams import TokenStreams
+from workers.specs.expert_layout import ExpertMove, ExpertReport
 from workers.stats.stats_line import log_stats
 from workers.stats.versions import rank_versions
 from workers.weights.checkpoint_copy import CopyAddress
@@ -126,13 +126,7 @@ class RankActor:
 
         token   of the Hub; None = that of this node, if it has one
         """
-        model = self._config.model
-        if model.revision is None:
-            return
-        if token is not None:
-            os.environ["HF_TOKEN"] = token  # where the Hub's client looks for it
-        fetch = hub.fetch_description if model.weights == "dummy" else hub.fetch_weights
-        await asyncio.to_thread(fetch, model.path, model.revision)
+        await asyncio.to_thread(self._holder.fetch, token)
 
     async def checkpoint_files(self) -> CheckpointFiles | None:
         """Return the checkpoint's files on this node; None if this process has read its weights already."""
@@ -165,14 +159,11 @@ class RankActor:
         gpus    as in `join_group`
         """
         async with self._joining:
-            await in_thread(self._prepare, gpus)
+            await in_thread(lambda: self._rank_process(gpus).load(self._set_progress))
 
     async def joined(self) -> None:
         """Return when this process has been called to join a group; a standby's end ends the call."""
         await self._called.wait()
-
-    def _prepare(self, gpus: Sequence[int | str]) -> None:
-        self._rank_process(gpus).load(self._set_progress)
 
     async def join_group(
         self,
@@ -204,7 +195,7 @@ class RankActor:
         process = self._rank_process(gpus)
         from workers.rank.epoch import Epoch
 
-        process.become(self._index, self._config)
+        process.become(self._index, self._config, rendezvous.layout)
         self._current = Epoch(process, rendezvous, timeout_s, self._left)
 
     def _rank_process(self, gpus: Sequence[int | str]) -> "RankProcess":
@@ -320,13 +311,9 @@ class RankActor:
 
     async def stats(self) -> dict[str, Any]:
         """Return counters and gauges, see workers.stats.stats; `info` holds constants."""
-        return {
-            "rank": self._index,
-            "epoch": self._fence.epoch,
-            "info": self._info,
-            "stale_messages": self._inbox.num_stale,
-            **self._engine.stats.snapshot(),
-        }
+        own = {"rank": self._index, "epoch": self._fence.epoch, "info": self._info}
+        own["stale_messages"] = self._inbox.num_stale
+        return own | self._engine.stats.snapshot()
 
     async def pulse(self) -> Pulse | None:
         """Return the present state of the step loop; None without one. This call is answered in any epoch."""
@@ -336,6 +323,19 @@ class RankActor:
             return None
         stats = current.engine.stats
         return Pulse(*current.engine.activity(), cpu_s, stats.pace.overdue(), stats.work.total)
+
+    async def expert_report(self, epoch: int) -> ExpertReport:
+        """Return where the experts are, and their recent load on this rank."""
+        self._fence.check(epoch)
+        from workers.rank.expert_staging import report
+
+        assert self._process is not None
+        return report(self._process, self._engine.moves, self._engine.stats)
+
+    async def move_experts(self, epoch: int, move: ExpertMove) -> None:
+        """Begin a move, which all ranks commit together, layer by layer. Raises ValueError while another one runs."""
+        self._fence.check(epoch)
+        self._engine.moves.begin(move)
 
     async def stop(self, epoch: int) -> None:
         """Vote to stop the loops of the whole group; `done` returns when this rank's loop has ended."""

@@ -1,7 +1,9 @@
 """The checkpoint on one node: its files, a server that sends them to other nodes, a copy from such a server."""
 
+import os
 from collections.abc import Callable, Mapping
 
+from workers import hub
 from workers.config import ModelSection
 from workers.weights.checkpoint_copy import CheckpointServer, CopyAddress, copy_files
 from workers.weights.checkpoint_files import CheckpointFiles, FileFacts, find_files
@@ -13,6 +15,16 @@ class CheckpointHolder:
     def __init__(self, model: ModelSection, address: str):
         self._model, self._address = model, address
         self._server: CheckpointServer | None = None
+
+    def fetch(self, token: str | None) -> None:
+        """Fetch a model of the Hub, see RankActor.fetch_checkpoint."""
+        model = self._model
+        if model.revision is None:
+            return
+        if token is not None:
+            os.environ["HF_TOKEN"] = token  # where the Hub's client looks for it
+        fetch = hub.fetch_description if model.weights == "dummy" else hub.fetch_weights
+        fetch(model.path, model.revision)
 
     def files(self) -> CheckpointFiles:
         """Return the files that ranks read."""

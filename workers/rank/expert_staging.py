@@ -16,6 +16,7 @@ from kernels.slot_table import SlotTable
 from workers.engine.expert_moves import ExpertMoves
 from workers.layers.moe import MoeBlock, SpareWeights, StagedMap
 from workers.rank.process import RankProcess
+from workers.specs.expert_layout import ExpertReport
 from workers.specs.model import weight_map
 from workers.specs.weight_map import WeightEntry
 from workers.stats.stats import EngineStats
@@ -114,6 +115,22 @@ class ExpertStager:
             self._free = torch.cuda.current_stream(self._device).record_event()
         self._experts.moved(staged.layer, staged.slots)
         self._committed(staged.layer)
+
+
+def report(process: RankProcess, moves: ExpertMoves, stats: EngineStats) -> ExpertReport:
+    """Return where the experts are and their load, while the engine serves; from any thread."""
+    while True:  # until no layer is committed in between
+        committed = moves.committed
+        present, recent_Ls, step = (
+            process.experts.present,
+            stats.experts.recent_Ls,
+            stats.experts.step,
+        )
+        rows = {}
+        if recent_Ls is not None:
+            rows = {layer: tuple(recent_Ls[layer].tolist()) for layer in present.layers}
+        if moves.committed == committed:
+            return ExpertReport(process.rank, step, present, rows, moves.number, moves.ended)
 
 
 def begin_serving(process: RankProcess, closing: ExitStack) -> tuple[EngineStats, ExpertMoves]:

@@ -8,7 +8,7 @@ from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig
 from workers.layers.moe import SpareWeights
 from workers.models.layer_stack import LayerStack
-from workers.specs.expert_layout import ExpertLayout, LayerLayout, LayoutError, moe_layers
+from workers.specs.expert_layout import ExpertLayout, LayoutError, expert_groups, moe_layers
 from workers.specs.model import ModelConfig, MoeSpec
 
 
@@ -39,11 +39,16 @@ class RankExperts:
         model, dims = self._model, config.dims
         self.base = dims.expert_map(model.num_experts, config.experts.redundant_slots)
         self.layout, self._map = None, None
+        self._num_nodes = dims.num_nodes
         self.movable = config.experts.rebalance != "off" and not dims.alone
         if layout is None and config.experts.map is not None:
             layout = self._read(config.experts.map)
         if layout is not None:
-            self.layout = layout.fitted(self.base, model, dims.num_nodes)
+            self.layout = layout.fitted(self._in_order(dims.num_nodes))
+
+    def _in_order(self, num_nodes: int) -> ExpertLayout:
+        layers, groups = moe_layers(self._model), expert_groups(self._model)
+        return ExpertLayout.of(self.base, layers, hosts=num_nodes, groups=groups)
 
     def reserve(self, model: LayerStack) -> None:
         """Allocate the spare memory for the weights that the model holds now."""
@@ -73,14 +78,11 @@ class RankExperts:
     @property
     def present(self) -> ExpertLayout:
         """The layout of all layers with experts."""
-        return self.layout or ExpertLayout.of(self.base, moe_layers(self._model))
+        return self.layout or self._in_order(self._num_nodes)
 
     def moved(self, layer: int, slots: tuple[int, ...]) -> None:
         """Note the new map of a layer."""
-        present = self.present
-        layers = {**present.layers, layer: LayerLayout(slots)}
-        self.layout = ExpertLayout(present.num_experts, present.starts, layers)
-        self._map = None
+        self.layout, self._map = self.present.with_slots(layer, slots), None
 
     def _read(self, path: str) -> ExpertLayout:
         if self._saved is None or self._saved[0] != path:

@@ -5,14 +5,14 @@ Needs no torch. Knows nothing of weights.
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kernels.routing.balance import plan_layer
+from kernels.routing.balance import plan_layer, rank_loads
 from kernels.routing.expert_map import ExpertMap, PlacedMap
 from workers.specs.model import ModelConfig, MoeSpec
 
@@ -40,47 +40,66 @@ class ExpertLayout:
     """A map of all layers with experts, by the number of the layer.
 
     starts   of the ranks' slots, see ExpertMap
+    hosts    of the ranks, one after another; groups: of experts to which routers limit their choice, 1 = no groups
     """
 
     num_experts: int
     starts: tuple[int, ...]
     layers: dict[int, LayerLayout]
+    hosts: int = 1
+    groups: int = 1
 
     @classmethod
-    def of(cls, expert_map: ExpertMap, layers: Iterable[int]) -> "ExpertLayout":
+    def of(
+        cls, expert_map: ExpertMap, layers: Iterable[int], *, hosts: int = 1, groups: int = 1
+    ) -> "ExpertLayout":
         """Return the layout of these layers in a map, without loads."""
         found = {layer: LayerLayout(expert_map.experts(layer)) for layer in layers}
-        return cls(expert_map.num_experts, expert_map.starts, found)
+        return cls(expert_map.num_experts, expert_map.starts, found, hosts, groups)
 
     @classmethod
     def read(cls, path: Path) -> "ExpertLayout":
         """Read a file that `save` has written. Raises LayoutError."""
         try:
             data = json.loads(path.read_text())
+        except OSError as error:
+            raise LayoutError(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise LayoutError(f"{path} is no saved map of experts: {error!r}") from error
+        return cls.of_json(data, str(path))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, of which `save` makes a file."""
+        names = ("num_experts", "starts", "hosts", "groups")
+        data = {"format": FORMAT, **{name: getattr(self, name) for name in names}}
+        layers = {str(layer): asdict(it) for layer, it in sorted(self.layers.items())}
+        return {**data, "layers": layers}
+
+    @classmethod
+    def of_json(cls, data: Any, source: str) -> "ExpertLayout":
+        """Return the layout of plain data. Raises LayoutError, which names the source."""
+        try:
             if data["format"] != FORMAT:
-                raise LayoutError(f"{path} has format {data['format']}, expected {FORMAT}")
+                raise LayoutError(f"{source} has format {data['format']}, expected {FORMAT}")
             layers = {
                 int(layer): LayerLayout(
                     tuple(map(int, it["slots"])), tuple(map(float, it["loads"]))
                 )
                 for layer, it in data["layers"].items()
             }
-            found = cls(int(data["num_experts"]), tuple(map(int, data["starts"])), layers)
+            sizes = {name: int(data[name]) for name in ("num_experts", "hosts", "groups")}
+            found = cls(starts=tuple(map(int, data["starts"])), layers=layers, **sizes)
             found.expert_map(max(layers) + 1)
-        except OSError as error:
-            raise LayoutError(f"{path} cannot be read: {error.strerror}") from error
         except LayoutError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise LayoutError(f"{path} is no saved map of experts: {error!r}") from error
+            raise LayoutError(f"{source} is no saved map of experts: {error!r}") from error
         return found
 
     def save(self, path: Path) -> None:
         """Write the layout as JSON, whole or not at all."""
-        data = {"format": FORMAT, "num_experts": self.num_experts, "starts": self.starts}
-        layers = {str(layer): asdict(it) for layer, it in sorted(self.layers.items())}
         new = path.with_name(f"{path.name}.new")
-        new.write_text(json.dumps({**data, "layers": layers}) + "\n")
+        new.write_text(json.dumps(self.to_json()) + "\n")
         new.replace(path)
 
     @property
@@ -104,40 +123,82 @@ class ExpertLayout:
         of_layers = tuple(self.layers.get(layer, any_layer).slots for layer in range(num_layers))
         return PlacedMap(self.num_experts, self.starts, of_layers)
 
-    def fitted(self, base: ExpertMap, model: ModelConfig, num_nodes: int) -> "ExpertLayout":
+    def fitted(self, base: "ExpertLayout") -> "ExpertLayout":
         """Return the layout for ranks and slots as in `base`: itself if they are, else a plan by the loads."""
         if base.starts == self.starts:
-            return self
-        start = ExpertLayout.of(base, self.layers)
-        return start.with_loads({n: it.loads for n, it in self.layers.items()}).planned(
-            model, num_nodes
-        )
+            return replace(self, hosts=base.hosts, groups=base.groups)
+        if not all(it.loads for it in self.layers.values()):
+            return base
+        return base.with_loads({number: it.loads for number, it in self.layers.items()}).planned()
 
-    def with_loads(self, loads: dict[int, Any]) -> "ExpertLayout":
+    def busiest(self) -> tuple[float, float]:
+        """Return the load of the busiest rank, and that of a rank with equal loads, added over layers with loads."""
+        busiest = even = 0.0
+        for it in self.layers.values():
+            if any(it.loads):
+                load_R = rank_loads(np.array(it.loads), np.array(it.slots), self.starts)
+                busiest += float(load_R.max())
+                even += float(load_R.mean())
+        return busiest, even
+
+    def with_loads(self, loads: Mapping[int, Any]) -> "ExpertLayout":
         """Return the layout with these loads of each layer's experts."""
         layers = {
             layer: LayerLayout(it.slots, tuple(map(float, loads[layer])))
             for layer, it in self.layers.items()
         }
-        return ExpertLayout(self.num_experts, self.starts, layers)
+        return replace(self, layers=layers)
 
-    def planned(self, model: ModelConfig, num_nodes: int) -> "ExpertLayout":
+    def with_slots(self, layer: int, slots: tuple[int, ...]) -> "ExpertLayout":
+        """Return the layout with another map of a layer, of which the load is not known."""
+        return replace(self, layers={**self.layers, layer: LayerLayout(slots)})
+
+    def planned(self) -> "ExpertLayout":
         """Return the layout that the planner makes of this one by its loads; layers without loads stay."""
-        groups = expert_groups(model)
         layers = {}
         for number, it in self.layers.items():
             slots = it.slots
             if any(it.loads):
-                planned = plan_layer(
-                    np.array(it.loads),
-                    self.starts,
-                    np.array(slots),
-                    hosts=num_nodes,
-                    groups=groups,
-                )
-                slots = tuple(planned.tolist())
+                places = {"hosts": self.hosts, "groups": self.groups}
+                loads, present = np.array(it.loads), np.array(slots)
+                slots = tuple(plan_layer(loads, self.starts, present, **places).tolist())
             layers[number] = LayerLayout(slots, it.loads)
-        return ExpertLayout(self.num_experts, self.starts, layers)
+        return replace(self, layers=layers)
+
+
+@dataclass(frozen=True)
+class ExpertReport:
+    """Where one rank has experts, and their recent load.
+
+    step     the last step that counts; -1 before the first reading
+    layout   of all ranks, as this rank has it, without loads
+    rows     of each layer, rows that came to each slot of this rank, those of older steps with less weight
+    move     number of the move that runs, 0 without one
+    ended    number of the last move that has ended
+    """
+
+    rank: int
+    step: int
+    layout: ExpertLayout
+    rows: dict[int, tuple[float, ...]]
+    move: int = 0
+    ended: int = 0
+
+
+def joined(reports: Sequence[ExpertReport]) -> ExpertLayout | None:
+    """Return the layout with the loads of all ranks, in rank order; None if the reports are of different moments."""
+    layout = reports[0].layout
+    if any(it.step != reports[0].step or it.layout != layout for it in reports):
+        return None
+    if len(reports) != len(layout.starts) - 1:
+        return None
+    loads = {}
+    for layer, it in layout.layers.items():
+        rows_S = [rows for report in reports for rows in report.rows.get(layer, ())]
+        if not rows_S:
+            rows_S = [0.0] * len(it.slots)
+        loads[layer] = np.bincount(it.slots, rows_S, layout.num_experts)
+    return layout.with_loads(loads)
 
 
 @dataclass(frozen=True)

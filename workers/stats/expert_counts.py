@@ -28,10 +28,12 @@ class ExpertCounts:
     """Read by any thread, written by the step loop.
 
     recent_Ls   float64, the load of each slot, that of older steps with less weight
+    step        the last step that counts there; -1 before the first
     """
 
     def __init__(self) -> None:
         self.recent_Ls: np.ndarray | None = None
+        self.step = -1
         self._moved: set[int] = set()  # layers, since the last window began
         self._counts_Ls: np.ndarray | None = None  # of the last reading
         self._window_start_Ls: np.ndarray | None = None
@@ -56,6 +58,7 @@ class ExpertCounts:
         self._counts_Ls, self._step = counts_Ls, step
         if step % LOAD_STEPS == 0:
             self._end_window(step, counts_Ls)
+            self.step = step
         if before_Ls is None or before != step - 1:
             return 0
         rows_Ls = counts_Ls - before_Ls
