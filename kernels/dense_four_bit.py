@@ -1,25 +1,27 @@
 """Dense products with weights in four bits: our Triton kernel on GPUs, compiled C on CPUs.
 
-A backend of the experts' products states whether these products can run (`GroupedGemm.four_bit`).
+Of many rows a library multiplies a copy of the weights in the rows' dtype. A backend of the experts' products states
+whether these products can run (`GroupedGemm.four_bit`).
 
 T rows, K input width, N output width.
 """
 
 import ctypes
 import functools
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from kernels.four_bit import BLOCK, FourBitWeights
+from kernels.four_bit import FourBitWeights
 from kernels.grouped_gemm.native_four_bit import EXPANDED, FourBitPointers
 from kernels.native.library import load
 from kernels.pending import can_yield_ubatch
 
 # A CPU expands the matrix once for more rows and calls a library; of fewer rows C expands four rows at a time.
 MOST_NATIVE_ROWS = 32
-MOST_ROWS = 2**16  # of a step
-MOST_FEW_ROWS = 16  # of one tile
+# With more rows a GPU multiplies a copy in bfloat16, see docs/results/gpu-four-bit.md.
+MOST_PACKED_ROWS = 128
 
 
 def prepare(weights_NK: FourBitWeights) -> None:
@@ -65,16 +67,33 @@ def _on_cpu(x_TK: torch.Tensor, weights: FourBitWeights) -> torch.Tensor:
 def _on_gpu(
     x_TK: torch.Tensor, weights: FourBitWeights, bias_N: torch.Tensor | None
 ) -> torch.Tensor:
-    from kernels.triton.four_bit_tiles import FEW_ROWS, down_tile
+    from kernels.triton.expand_four_bit import expand_four_bit
+
+    if len(x_TK) > MOST_PACKED_ROWS:
+        return F.linear(x_TK, expand_four_bit(weights, x_TK.dtype), bias_N)
+    return multiply_packed(x_TK, weights, bias_N)
+
+
+def multiply_packed(
+    x_TK: torch.Tensor,
+    weights_NK: FourBitWeights,
+    bias_N: torch.Tensor | None = None,
+    tile: Any = None,
+) -> torch.Tensor:
+    """Return `multiply` on a GPU by the kernel that expands weights in registers.
+
+    x      up to MOST_PACKED_ROWS rows
+    tile   a kernels.triton.four_bit_tiles.FourBitTile; None: the fastest
+    """
+    from kernels.triton.four_bit_tiles import dense_tile
     from kernels.triton.grouped_gemm_four_bit import grouped_gemm_four_bit
 
-    rows, _ = weights.shape
+    num_rows, outputs = len(x_TK), weights_NK.shape[0]
     first, ends, num_sms, counters = _shared(x_TK.device)
-    few_tiles = len(x_TK) <= MOST_FEW_ROWS and rows <= BLOCK * num_sms
     return grouped_gemm_four_bit(
-        *(x_TK, None, weights.as_one_expert(), first, ends[len(x_TK)], len(x_TK)),
+        *(x_TK, None, weights_NK.as_one_expert(), first, ends[num_rows], num_rows),
         activation=None,
-        tile=down_tile(FEW_ROWS if few_tiles else len(x_TK), x_TK.dtype, rows),
+        tile=tile or dense_tile(num_rows, x_TK.dtype, outputs, num_sms),
         num_sms=num_sms,
         bias=None if bias_N is None else bias_N.unsqueeze(0),
         counters=None if can_yield_ubatch() else counters,
@@ -90,7 +109,7 @@ def _shared(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, torc
     """
     from kernels.triton.split_depth import new_counters
 
-    ends = torch.arange(MOST_ROWS + 1, dtype=torch.int32, device=device)
+    ends = torch.arange(MOST_PACKED_ROWS + 1, dtype=torch.int32, device=device)
     spread = ends.unsqueeze(1).expand(-1, 4).contiguous()
     sms: int = torch.cuda.get_device_properties(device).multi_processor_count
     return spread[0, :1], spread[:, :1], sms, new_counters(device)

@@ -142,15 +142,15 @@ class LinearCase:
 
     def _states(self, layer: int) -> LinearStates:
         (pool,) = LinearAttention.allocate(
-            [self.specs[layer]], self.num_slots, self.dtype, torch.device("cpu")
+            [self.specs[layer]], self.num_slots, self.dtype, torch.device(self.device)
         )
         pool.conv.fill_(math.nan)
         pool.state.fill_(math.nan)
         for seq, ((context, _), slot) in enumerate(zip(self.seqs, self.slots, strict=True)):
             if context:
-                pool.conv[slot] = self.tail(layer, seq, context)
-                pool.state[slot] = self.expected[layer][seq][1].float()
-        return LinearStates(pool.conv.to(self.device), pool.state.to(self.device))
+                pool.conv[slot] = self.tail(layer, seq, context).to(self.device)
+                pool.state[slot] = self.expected[layer][seq][1].float().to(self.device)
+        return pool
 
     def batch(self) -> AttentionBatch:
         """The new tokens of all sequences."""

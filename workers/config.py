@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.config import KernelsConfig
+from kernels.interface.experts_config import ExpertsConfig
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from workers import hub
 from workers.log import LogFormat, LogLevel
@@ -207,9 +208,13 @@ class CacheConfig(Section):
         return tuple(replace(spec, fp8_cache=self.dtype == "fp8") for spec in specs)
 
     def cached_states(
-        self, specs: Iterable[LinearAttentionSpec]
+        self, specs: Iterable[LinearAttentionSpec], num_drafts: int = 0
     ) -> tuple[LinearAttentionSpec, ...]:
-        """Return the specs of a model's layers of linear attention with this cache's precision of states."""
+        """Return the specs of a model's layers of linear attention with this cache's precision of states.
+
+        num_drafts   most drafts of a sequence in a step
+        """
+        specs = (replace(spec, num_drafts=num_drafts) for spec in specs)
         if self.state_dtype == "auto":
             return tuple(specs)
         return tuple(replace(spec, state_dtype=self.state_dtype) for spec in specs)
@@ -306,43 +311,14 @@ class SpeculationConfig(Section):
         return self.method in ("mtp", "eagle3")
 
     @property
+    def most_drafts(self) -> int:
+        """Most drafts of a sequence in a step; 0 without speculation."""
+        return 0 if self.method == "off" else self.num_draft_tokens
+
+    @property
     def rows_per_seq(self) -> int:
         """Most rows of a sequence in a step that generates: its last token, and its drafts."""
-        return 1 if self.method == "off" else 1 + self.num_draft_tokens
-
-
-class ExpertsConfig(Section):
-    """Where experts live: which rank holds which, and how many copies."""
-
-    rebalance: Literal["off", "auto"] | PositiveInt = Field(
-        "off",
-        description="Move experts between ranks while they serve, by their load. auto = if the busiest rank gets less "
-        "work by it; a number = look every so many steps or later. Takes memory for one more layer of experts.",
-    )
-
-    redundant_slots: int = Field(
-        0,
-        ge=0,
-        description="Slots of each rank beside its share of the experts, for copies of experts with many tokens. Each "
-        "takes the memory of one expert in every layer; from about 16 ranks on one slot evens out skewed routing.",
-    )
-    map: str | None = Field(
-        None,
-        min_length=1,
-        description="File of a saved map of experts, relative to the YAML's folder and on every node; for another "
-        "number of ranks a map is planned from its loads. null = experts in their order.",
-    )
-    copies: Literal["auto", "one", "all"] = Field(
-        "auto",
-        description="Which copy of an expert tokens take: one = the same for all, so that fewer weights are read; all "
-        "= all in turn, so that the ranks get equal rows; auto = one in steps without prompts, all in steps with.",
-    )
-
-    @field_validator("rebalance", mode="before")
-    @classmethod
-    def _yaml_words(cls, value: object) -> object:
-        """Turn a boolean back into a word, because YAML 1.1 reads a bare `off` as a boolean."""
-        return "off" if value is False else value
+        return 1 + self.most_drafts
 
 
 _OF_EPOCH = ("num_ranks", "num_nodes", "threads", "vote_timeout_s", "log_level", "log_format")

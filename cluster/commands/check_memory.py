@@ -24,7 +24,7 @@ class RankRow:
     """One rank: its place, its experts, its memory.
 
     kv_bytes       KV cache; None if the rank measures the size when it starts
-    state_bytes    states of linear attention, of running sequences and of prefixes
+    state_bytes    states of linear attention, of running sequences and of prefixes, and inputs of drafts beside them
     buffer_bytes   backends and the largest step
     ubatch_bytes   further all-to-alls and attentions of ubatches, 0 without ubatches
     graph_bytes    memory pool of the CUDA graphs, 0 without graphs; CUDA's own memory for each graph is measured later
@@ -82,8 +82,10 @@ def rank_rows(
     state_bytes = 0
     if selection.linear_attention_class is not None:
         num_slots = config.cache.num_state_slots(config.scheduler.max_num_seqs)
-        slot_bytes = selection.linear_attention_class.slot_bytes(shape.linear_specs, shape.dtype)
-        state_bytes = num_slots * slot_bytes
+        place = shape.linear_specs, shape.dtype
+        state_bytes = num_slots * selection.linear_attention_class.slot_bytes(*place)
+        drafts = selection.linear_attention_class.draft_bytes(*place)
+        state_bytes += (1 + config.scheduler.max_num_seqs) * drafts
     table = []
     for rank in dims.ranks():
         row = RankRow(

@@ -13,6 +13,7 @@ from workers.overlap.policy import OverlapPolicy, configured, too_many_sms
 from workers.rank.device_memory import size
 from workers.runner.graph_sizes import NO_PROMPTS, GraphSizes, graphs_off, graphs_to_capture
 from workers.specs.model import ModelConfig
+from workers.weights.tensors import DTYPE_BYTES
 
 MEASURED = "measured at the start"
 
@@ -79,14 +80,9 @@ def _comm_sms(config: OverlapConfig, policy: OverlapPolicy, all2all: type[AllToA
 
 
 def speculation_line(config: RankConfig, model: ModelConfig) -> str:
-    """The drafter, what the model rules out, and the memory of rows with logits that drafts add."""
+    """The drafter, and the memory that drafts add: rows with logits, and their inputs beside states."""
     speculation = config.speculation
-    states = (
-        "drafts need states that go back to before a wrong draft, those of linear attention do not"
-    )
     if speculation.method == "off":
-        if model.linear_specs:
-            return f"off: {states}"
         head = (
             ""
             if model.mtp is None
@@ -95,9 +91,17 @@ def speculation_line(config: RankConfig, model: ModelConfig) -> str:
         return f"off; ngram is possible{head}"
     more = config.max_logits_rows - config.scheduler.max_num_seqs
     chosen = "as many as pay" if speculation.adaptive else "always"
+    states = ""
+    if model.linear_specs:
+        specs = config.cache.cached_states(model.linear_specs, speculation.most_drafts)
+        dtype = config.model.dtype
+        assert dtype != "auto", "a RankConfig has the checkpoint's dtype in its place"
+        each = sum(spec.draft_bytes(DTYPE_BYTES[dtype]) for spec in specs)
+        inputs = size((1 + config.scheduler.max_num_seqs) * each)
+        states = f", inputs of drafts beside the states of linear attention {inputs}"
     return (
         f"{speculation.method}: up to {speculation.num_draft_tokens} drafts of a sequence in a step, {chosen}; "
-        f"{more} more rows of logits take {size(4 * more * model.vocab_size)}"
+        f"{more} more rows of logits take {size(4 * more * model.vocab_size)}{states}"
     )
 
 

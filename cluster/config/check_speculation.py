@@ -22,13 +22,6 @@ def check_speculation(config: PhalanxConfig, model: ModelConfig | None) -> Itera
         )
     if speculation.method == "off":
         return
-    if speculation.method != "auto" and model is not None and model.linear_specs:
-        yield Problem(
-            "speculation.method",
-            f"{speculation.method} needs states that go back to before a wrong draft, and those of the model's linear "
-            "attention (gated delta nets) do not; expected off or auto",
-            ("model.path",),
-        )
     rows = 1 + speculation.num_draft_tokens
     limits = {
         "scheduler.max_num_batched_tokens": config.scheduler.max_num_batched_tokens,

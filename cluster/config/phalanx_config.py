@@ -10,10 +10,10 @@ from pydantic import Field
 
 from cluster.config.serve_section import ServeConfig
 from kernels.interface.config import KernelsConfig
+from kernels.interface.experts_config import ExpertsConfig
 from workers.config import (
     Auto,
     CacheConfig,
-    ExpertsConfig,
     ModelSection,
     OverlapConfig,
     PositiveInt,

@@ -17,7 +17,6 @@ from workers.config import CacheConfig, RankConfig, SchedulerConfig, Speculation
 from workers.kv_cache.demand import KVDemand, sizes_that_fit
 from workers.models.draft_config import load_draft_config
 from workers.models.registry import configured_model
-from workers.specs.model import ModelConfig
 from workers.specs.pooling import PoolingSpec
 
 GIB = 2**30
@@ -44,24 +43,27 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     cache, linear_specs = config.cache, model_config.linear_specs
     if cache.state_dtype == "auto" and linear_specs:
         cache = cache.model_copy(update={"state_dtype": linear_specs[0].state_dtype})
+    speculation = resolve_speculation(config.speculation)
     if cache.num_blocks == "auto" and device == "cpu":
         # Attention is chosen later. Every backend that runs on CPU has this layout.
         groups = group_layers(
             map(layout_of, cache.cached(model_config.attention_specs)), model_config.windows
         )
-        draft = load_draft_config(config.speculation, model_config)
+        draft = load_draft_config(speculation, model_config)
         groups += () if draft is None else draft.kv_groups(cache)
         block_bytes = kv_block_bytes(groups, cache.block_size, DTYPE_BYTES[dtype])
         limits = resolve_scheduler(config.scheduler, device, max_model_len)
         demand = KVDemand(cache.block_size, model_config.window, limits.max_num_batched_tokens)
-        states = cache.cached_states(linear_specs)
+        states = cache.cached_states(linear_specs, speculation.most_drafts)
         slot_bytes = sum(spec.slot_bytes(DTYPE_BYTES[dtype]) for spec in states)
+        draft_bytes = sum(spec.draft_bytes(DTYPE_BYTES[dtype]) for spec in states)
         cache = _with_cpu_sizes(
             cache,
             demand,
             max_model_len,
             block_bytes=block_bytes,
             slot_bytes=slot_bytes,
+            draft_bytes=draft_bytes,
             num_rows=limits.max_num_seqs,
         )
     return RankConfig(
@@ -70,7 +72,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         cache=cache,
         kernels=config.kernels,
         overlap=config.overlap,
-        speculation=resolve_speculation(config.speculation, model_config),
+        speculation=speculation,
         experts=config.experts,
         num_ranks=config.cluster.ranks,
         num_nodes=config.cluster.nodes,
@@ -100,10 +102,12 @@ def _with_cpu_sizes(
     *,
     block_bytes: int,
     slot_bytes: int,
+    draft_bytes: int,
     num_rows: int,
 ) -> CacheConfig:
     """Return the cache with KV blocks and snapshots of states of a rank on CPU."""
-    needed, states = demand.blocks(max_model_len), slot_bytes * cache.num_state_slots(num_rows)
+    needed = demand.blocks(max_model_len)
+    states = slot_bytes * cache.num_state_slots(num_rows) + draft_bytes * (1 + num_rows)
     num_blocks, snapshots = sizes_that_fit(
         int(cache.cpu_memory_gib * GIB) - states,
         cache,
@@ -145,12 +149,11 @@ def resolve_scheduler(
     return SchedulerConfig(**given)
 
 
-def resolve_speculation(speculation: SpeculationConfig, model: ModelConfig) -> SpeculationConfig:
-    """The drafter without `auto`: copied text, unless states of linear attention rule out drafts."""
+def resolve_speculation(speculation: SpeculationConfig) -> SpeculationConfig:
+    """The drafter without `auto`: copied text, which every model allows."""
     if speculation.method != "auto":
         return speculation
-    method = "off" if model.linear_specs else "ngram"
-    return speculation.model_copy(update={"method": method})
+    return speculation.model_copy(update={"method": "ngram"})
 
 
 def max_num_seqs(config: PhalanxConfig, num_gpus: int) -> int:

@@ -182,6 +182,8 @@ class GraphAttention(Attention):
     """Attention that can be captured in CUDA graphs: `reserve_graphs` once, `plan_graph` before capture and replay."""
 
     graph = True
+    # Whether it has `shorten`.
+    shortens: bool = False
 
     @abstractmethod
     def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
@@ -208,3 +210,15 @@ class GraphAttention(Attention):
         Every address and launch shape equals that of the capture with the same `num_rows` and `form`. K and V of empty
         rows are not written; their output is finite, zero in the forms of decodes.
         """
+
+    def shorten(self, lens_R: torch.Tensor, slots_R: torch.Tensor) -> None:
+        """Compute the decodes of the last `plan_graph` from here on with these lengths, which only the device has.
+
+        Part of a captured forward, which may call it several times; the next `plan_graph` ends it. Layers have no
+        windows.
+
+        lens    int32 [R], R the rows of the plan: tokens of each row's sequence, at most as planned, and at least 1
+                where a sequence was planned; 0 for empty rows
+        slots   int64 [R]: where the new K and V go, -1: nowhere
+        """
+        raise NotImplementedError(f"{self.name} has the lengths of its plans")

@@ -32,13 +32,15 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionBatch:
-    """What attention reads of a forward. Sequences with one row come first.
+    """What attention reads of a forward. Sequences with one row come first, then those that verify drafts.
 
     Tensors live on the device; arrays named `_cpu` live on the host.
 
     num_tokens            real tokens; the rows behind them are padding with undefined but finite output
     num_seqs              sequences
     num_single_rows       how many of them, the first ones, have one row: a decode, or the last token of a prompt
+    num_verify            how many sequences behind them verify drafts: they have the row of a decode, then one a draft
+    rows_before           rows of the first sequence that earlier ubatches compute in this step, if it verifies drafts
     query_start_loc_cpu   int32 [B+1]: the row of each sequence's first new token; the last entry is num_tokens
     seq_lens_cpu          int32 [B]: context and new tokens
     block_table           int64 [B, max_blocks]: entries behind a sequence's blocks are 0
@@ -59,6 +61,8 @@ class AttentionBatch:
     window_block_table: Annotated[torch.Tensor | None, Shape("seq", "block")] = None
     window_slot_mapping: Annotated[torch.Tensor | None, Shape("token")] = None
     state_slots: Annotated[torch.Tensor | None, Shape("seq")] = None
+    num_verify: int = 0
+    rows_before: int = 0
 
     _shapes: ClassVar[Mapping[str, tuple[Axis, ...]]]
 
@@ -74,6 +78,16 @@ class AttentionBatch:
                 if isinstance(shape, Shape)
             }
         return cls._shapes
+
+    @property
+    def num_decodes(self) -> int:
+        """Sequences with one row, or with drafts: the first ones."""
+        return self.num_single_rows + self.num_verify
+
+    @property
+    def num_prompts(self) -> int:
+        """Sequences behind them: prompts of several rows."""
+        return self.num_seqs - self.num_decodes
 
     def blocks_of(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block table and the slot mapping of layers with this window."""
@@ -130,12 +144,19 @@ class AttentionBatch:
             for name, axes in self.shapes().items()
             if axes and getattr(self, name) is not None
         }
+        num_single = max(0, min(self.num_single_rows, end_seq) - first_seq)
+        num_decodes = max(0, min(self.num_decodes, end_seq) - first_seq)
+        rows_before = 0
+        if self.num_single_rows <= first_seq < self.num_decodes:
+            rows_before = start - int(starts[first_seq]) + self.rows_before * (first_seq == 0)
         return {
             **cut,
             "num_tokens": last - start,
             "num_seqs": end_seq - first_seq,
             # One-token parts of longer sequences are computed like prompts, because their other parts are.
-            "num_single_rows": max(0, min(self.num_single_rows, end_seq) - first_seq),
+            "num_single_rows": num_single,
+            "num_verify": num_decodes - num_single,
+            "rows_before": rows_before,
             "seq_lens_cpu": seq_lens,
             "query_start_loc_cpu": query_start_loc,
         }

@@ -107,7 +107,7 @@ class FlashInferAttention(GraphAttention):
     name = "flashinfer"
     devices = ("cuda",)
     auto = "reads the pages where they lie, planned once a step"
-    fused_store = True
+    fused_store = shortens = True
     distributions = ("flashinfer-python",)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
@@ -185,7 +185,11 @@ class FlashInferAttention(GraphAttention):
             EagerPlans(self._flashinfer, shape, workspace, hopper=hopper) for shape in self._shapes
         ]
         self._planned, self._graphs = (), None
-        self._plan_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # Of each set of wrappers, because a set copies schedules from pinned memory that its next plan overwrites.
+        self._plan_copied: dict[str, torch.cuda.Event] = {
+            name: torch.cuda.Event()  # type: ignore[no-untyped-call]
+            for name in ("eager", "decodes", "prompts")
+        }
         self.compile_kernels(dtype, self.specs)
         self._load()
 
@@ -204,8 +208,8 @@ class FlashInferAttention(GraphAttention):
             for plans in self._eager:
                 plans.plan_nothing()
             return
-        # Schedules are copied to the device from pinned memory that this plan overwrites.
-        self._plan_copied.synchronize()
+        copied = self._plan_copied["eager"]
+        copied.synchronize()
         pages = Pages(batch.seq_lens_cpu, self.block_size)
         pages.ship(torch.empty(pages.total, dtype=torch.int32, device=self._device))
         self._list_pages(batch.block_table[: batch.num_seqs], pages.starts, pages.pages)
@@ -216,7 +220,7 @@ class FlashInferAttention(GraphAttention):
         )
         for plans in self._eager:
             plans.plan(batch, pages, all_new=all_new)
-        self._plan_copied.record()
+        copied.record()
 
     def __call__(
         self,
@@ -279,7 +283,14 @@ class FlashInferAttention(GraphAttention):
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
         assert self._graphs is not None, "reserve_graphs comes first"
-        self._plan_copied.synchronize()
+        prompts = form in (GraphForm.NEW_PROMPTS, GraphForm.MIXED)
+        copied = self._plan_copied["prompts" if prompts else "decodes"]
+        copied.synchronize()
         self._planned = self._graphs.plan(batch, num_rows, form)
         self._slots = self._graphs.slots[:num_rows]
-        self._plan_copied.record()
+        copied.record()
+
+    def shorten(self, lens_R: torch.Tensor, slots_R: torch.Tensor) -> None:
+        assert self._graphs is not None, "reserve_graphs comes first"
+        self._graphs.shorten(lens_R)
+        self._slots = slots_R

@@ -46,6 +46,7 @@ class FlashInferFp8Attention(TritonPagedAttention):
     auto = "reads an FP8 cache: decodes by our kernel, prompts expanded for FlashAttention 3"
     fused_store = True
     windows = sinks = mixed_graph = False
+    shortens = True
     distributions = ("flashinfer-python", "triton")
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):

@@ -137,6 +137,20 @@ class GraphPlans:
         )
         return [graphs.plan_decodes(pages, num_rows, cuts=cuts) for graphs in self._of_shape]
 
+    def shorten(self, lens_R: torch.Tensor) -> None:
+        """Let the planned decodes have these lengths, int32 [R]; see GraphAttention.shorten.
+
+        The lists of pages stay, so a last page has 0 tokens or less where a sequence ends on a page before it. The
+        kernels add tokens and pages in integers, and keep chunks of keys within the sum.
+        """
+        count = len(lens_R)
+        starts, last_lens = (
+            self._decode_pages.lengths[: count + 1],
+            self._decode_pages.lengths[count + 1 : 2 * count + 1],
+        )
+        before_R = (starts.diff() - 1) * self._block_size
+        last_lens.copy_(lens_R - before_R)
+
     def even(self, batch: AttentionBatch, num_rows: int) -> bool:
         """Return whether all decodes are short enough to be left whole, in every shape."""
         return all(graphs.even(batch.seq_lens_cpu, num_rows) for graphs in self._of_shape)

@@ -7,7 +7,7 @@ T tokens, H query heads, h KV heads, d head dim, B sequences.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class _Layers:
 
     slots: torch.Tensor
     block_table: torch.Tensor
-    chunks: Any  # kernels.triton.paged_decode.Chunks
+    chunks: Any  # kernels.triton.decode_merge.Chunks
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,18 @@ class TritonPagedAttention(GraphAttention):
     name = "triton"
     devices = ("cuda",)
     auto = "our kernels serve sinks and sliding windows"
-    windows = sinks = fp8_cache = mixed_graph = True
+    windows = sinks = fp8_cache = mixed_graph = shortens = True
     distributions: tuple[str, ...] = ("triton",)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)
-        from kernels.triton import paged_attention, paged_decode, paged_decode_fp8
+        from kernels.triton import decode_merge, paged_attention, paged_decode
         from kernels.triton.fp8_heads import store_fp8
         from kernels.triton.paged import store_kv
 
         self._prompt_kernel: Any = paged_attention
-        self._decode_kernel: Any = paged_decode
-        self._decode_fp8 = paged_decode_fp8.paged_decode_fp8
+        self._decode: Any = paged_decode.paged_decode
+        self._chunks_type: Any = decode_merge.Chunks
         self._store_kv, self._store_fp8 = store_kv, store_fp8
         self._caches: list[tuple[torch.Tensor, ...]] = []
         self._windows = tuple(dict.fromkeys(spec.window for spec in specs))
@@ -91,6 +91,7 @@ class TritonPagedAttention(GraphAttention):
         self._group = max(groups, default=1)
         self._num_decodes = self._num_tokens = self._programs = 0
         self._layers: dict[int | None, _Layers] = {}
+        self._planned_layers: dict[int | None, _Layers] = {}  # before they were shortened
         self._prompts: _Prompts | None = None
         self._graphs: _GraphBuffers | None = None
 
@@ -175,8 +176,9 @@ class TritonPagedAttention(GraphAttention):
         for window in self._windows:
             parts, found = found[:4], found[4:]
             table, slots = blocks[window]
-            decoded = self._decode_kernel.Chunks(*parts, table, cut=self._cut(window, cuts))
+            decoded = self._chunks_type(*parts, table, cut=self._cut(window, cuts))
             self._layers[window] = _Layers(slots, table, decoded)
+        self._planned_layers = self._layers
         self._prompts = None
         if found:
             seqs, firsts, starts, lens = found
@@ -235,12 +237,8 @@ class TritonPagedAttention(GraphAttention):
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         if self._num_tokens < len(q_THd):
             out_THd[self._num_tokens :] = 0
-        decoded = (out_THd[:rows], layers.chunks)
         options: dict[str, Any] = {"scale": spec.scale, "sinks_H": sinks_H}
-        if exponents:
-            self._decode_fp8(q_THd[:rows], caches, *decoded, **options)
-        else:
-            self._decode_kernel.paged_decode(q_THd[:rows], k_cache, v_cache, *decoded, **options)
+        self._decode(q_THd[:rows], caches, out_THd[:rows], layers.chunks, **options)
         if self._prompts is not None:
             self._prompt_kernel.paged_attention(
                 *(q_THd, k_cache, v_cache, out_THd, layers.block_table),
@@ -295,6 +293,16 @@ class TritonPagedAttention(GraphAttention):
         self._num_decodes, self._num_tokens = decodes, num_rows
         blocks = {it: self._copy_blocks(graphs, batch, it, num_rows) for it in self._windows}
         self._take(integers, lists, cuts, blocks)
+
+    def shorten(self, lens_R: torch.Tensor, slots_R: torch.Tensor) -> None:
+        assert self._prompts is None, "prompts have the lengths of their plan"
+        assert self._windows == (None,), "layers with windows have slots of their own"
+        assert len(lens_R) == len(slots_R) == self._num_decodes, (len(lens_R), self._num_decodes)
+        planned = self._planned_layers[None]
+        lens_C = lens_R.index_select(0, planned.chunks.seqs.clamp(min=0))
+        # A chunk behind the end has no keys.
+        chunks = replace(planned.chunks, ends=torch.minimum(planned.chunks.ends, lens_C))
+        self._layers = {None: replace(planned, slots=slots_R, chunks=chunks)}
 
     def _padded_prompt_lists(
         self, batch: AttentionBatch, num_rows: int, num_seqs: int

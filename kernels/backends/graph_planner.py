@@ -44,9 +44,12 @@ class GraphPlanner:
         """See GraphAttention."""
         return self.attention.form(batch, num_rows, prompts=prompts)
 
-    def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
-        """See GraphAttention."""
+    def plan_graph(
+        self, batch: AttentionBatch, num_rows: int, form: GraphForm, *, prompts: bool
+    ) -> None:
+        """See GraphAttention. prompts: the graph computes prompts; without, a form of several rows has drafts."""
         self.attention.plan_graph(batch, num_rows, form)
         if self.linear_attention is not None:
-            prompts = form in (GraphForm.NEW_PROMPTS, GraphForm.MIXED)
-            self.linear_attention.plan_graph(batch, num_rows, prompts=prompts)
+            several = form in (GraphForm.NEW_PROMPTS, GraphForm.MIXED)
+            drafts = several and not prompts
+            self.linear_attention.plan_graph(batch, num_rows, prompts=prompts, drafts=drafts)

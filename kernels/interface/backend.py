@@ -24,6 +24,7 @@ class BackendShape:
     hidden_size      D; moe_intermediate_size is the experts' I
     num_experts      slots of all ranks for the model's experts and their copies, top_k of them for a token
     max_num_tokens   most rows of one rank in a step
+    max_num_seqs     most sequences of one rank in a step; None: as many as rows
     attention_specs  one entry a layer; empty where every attention serves the model
     linear_specs     one entry a layer of linear attention; empty where the model has none
     fp8_checkpoint   whether the checkpoint stores the experts in FP8
@@ -41,6 +42,7 @@ class BackendShape:
     num_experts: int
     top_k: int
     max_num_tokens: int
+    max_num_seqs: int | None = None
     attention_specs: tuple[AttentionSpec, ...] = ()
     linear_specs: tuple[LinearAttentionSpec, ...] = ()
     fp8_checkpoint: bool = False

@@ -15,6 +15,7 @@ class LinearAttentionSpec:
     value_dim        values of a head of v and of the output
     conv_width       tokens that the convolution reads, the token itself included
     state_dtype      of the states in their pools; all arithmetic is float32
+    num_drafts       most drafts of a sequence in a step; slots of sequences keep the inputs of as many rows
     """
 
     num_key_heads: int
@@ -23,6 +24,7 @@ class LinearAttentionSpec:
     value_dim: int
     conv_width: int
     state_dtype: str = "float32"
+    num_drafts: int = 0
 
     @property
     def group_size(self) -> int:
@@ -52,7 +54,20 @@ class LinearAttentionSpec:
         """The recurrent states: [slots, value heads, key_dim, value_dim]."""
         return num_slots, self.num_value_heads, self.key_dim, self.value_dim
 
+    @property
+    def row_size(self) -> int:
+        """Values of a token that a layer reads: channels before the convolution, then a and b of each value head."""
+        return self.channels + 2 * self.num_value_heads
+
+    def draft_shape(self, num_slots: int) -> tuple[int, int, int]:
+        """The inputs of drafts: [slots, num_drafts, row_size]."""
+        return num_slots, self.num_drafts, self.row_size
+
+    def draft_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of one slot's inputs of drafts, where a hidden value takes `dtype_bytes`."""
+        return self.num_drafts * self.row_size * dtype_bytes
+
     def slot_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of one slot, where a hidden value takes `dtype_bytes`."""
+        """Bytes of one slot without drafts, where a hidden value takes `dtype_bytes`."""
         conv = (self.conv_width - 1) * self.channels * dtype_bytes
         return conv + self.value_size * self.key_dim * STATE_ITEM_BYTES[self.state_dtype]

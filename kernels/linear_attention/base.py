@@ -5,7 +5,13 @@ The layers are gated delta nets (Yang, Kautz and Hatamizadeh, "Gated Delta Netwo
 
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
 
-T tokens, C channels, V value heads, k key dim, v value dim, w conv width, B sequences.
+A sequence with drafts has the row of a decode, which counts, and a row for each draft, of which any number may not
+count. Its slot keeps the state after the first row, and the inputs of the drafts. The next step of the sequence first
+advances the state by the drafts that were accepted, which it reads from the device. So a step reads and writes each
+state once, with drafts or without: a state of Qwen3.6-35B-A3B takes 2 MiB a layer, the inputs of a draft 16.5 KiB. A
+state for each draft would be written for each draft, and take 2 MiB more memory for each.
+
+T tokens, C channels, V value heads, k key dim, v value dim, w conv width, B sequences, K drafts, L rows with logits.
 """
 
 from abc import abstractmethod
@@ -26,16 +32,23 @@ NORM_EPS = 1e-6  # of the norms of q and k
 class LinearStates:
     """The pool of one layer. Slot 0 is the null slot: padding rows write it, no sequence owns it.
 
-    conv    [slots, w-1, C] in the dtype of the hidden states: the last rows before the convolution, oldest first
-    state   [slots, V, k, v] in the spec's `state_dtype`
+    conv      [slots, w-1, C] in the dtype of the hidden states: the last rows before the convolution, oldest first
+    state     [slots, V, k, v] in the spec's `state_dtype`
+    drafts    [rows, K, C + 2V] in the dtype of the hidden states: mixed, a and b of the drafts of the last step of a
+              sequence; the first slots have them, those of padding and of sequences
+    accepted  int64 [rows]: drafts that count and by which the state is not advanced yet; all layers share it
     """
 
     conv: torch.Tensor
     state: torch.Tensor
+    drafts: torch.Tensor
+    accepted: torch.Tensor
 
 
 class LinearAttention(Backend):
     """The linear layers of a model: `plan` once a forward, then one call a layer, which updates the slots in place.
+
+    Where the specs have drafts, `accept` follows each forward.
 
     A sequence has a state where it has context. Without context its slot is overwritten and never read. Calls wait for
     the previous ubatch before they read a state, because a sequence may straddle the border of two ubatches.
@@ -67,8 +80,13 @@ class LinearAttention(Backend):
 
     @classmethod
     def slot_bytes(cls, specs: Iterable[LinearAttentionSpec], dtype: torch.dtype) -> int:
-        """Return the bytes of one slot of all these layers."""
+        """Return the bytes of one slot of all these layers, without drafts."""
         return sum(spec.slot_bytes(dtype.itemsize) for spec in specs)
+
+    @classmethod
+    def draft_bytes(cls, specs: Iterable[LinearAttentionSpec], dtype: torch.dtype) -> int:
+        """Return the bytes of one slot's inputs of drafts, of all these layers."""
+        return sum(spec.draft_bytes(dtype.itemsize) for spec in specs)
 
     @classmethod
     def allocate(
@@ -77,8 +95,15 @@ class LinearAttention(Backend):
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        num_rows: int | None = None,
     ) -> list[LinearStates]:
-        """Return zeroed pools, one a layer; num_slots includes the null slot."""
+        """Return zeroed pools, one a layer; num_slots includes the null slot.
+
+        num_rows   how many slots, the first ones, sequences may have; None: all
+        """
+        num_rows = num_slots if num_rows is None else num_rows
+        accepted = torch.zeros(num_rows, dtype=torch.int64, device=device)
         return [
             LinearStates(
                 torch.zeros(spec.conv_shape(num_slots), dtype=dtype, device=device),
@@ -87,6 +112,8 @@ class LinearAttention(Backend):
                     dtype=getattr(torch, spec.state_dtype),
                     device=device,
                 ),
+                torch.zeros(spec.draft_shape(num_rows), dtype=dtype, device=device),
+                accepted,
             )
             for spec in specs
         ]
@@ -96,8 +123,13 @@ class LinearAttention(Backend):
         assert len(states) in (0, len(self.specs)), (len(states), len(self.specs))
         self.states = states
 
+    @property
+    def num_drafts(self) -> int:
+        """The most drafts of a sequence in a step."""
+        return max((spec.num_drafts for spec in self.specs), default=0)
+
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots of all layers; no target is a source."""
+        """Copy slots of all layers; no target is a source, and no source has accepted drafts."""
         if not sources or not self.states:
             return
         device = self.states[0].state.device
@@ -105,6 +137,32 @@ class LinearAttention(Backend):
         for pool in self.states:
             for slots in (pool.conv, pool.state):
                 slots[pairs[1]] = slots[pairs[0]]
+        accepted = self.states[0].accepted
+        if self.num_drafts and (rows := [slot for slot in targets if slot < len(accepted)]):
+            accepted[ship(np.array(rows), device)] = 0
+
+    def accept(self, slots_B: torch.Tensor, accepted_B: torch.Tensor | None = None) -> None:
+        """Enter how many drafts of the forward before count, of each of its sequences. The host does not wait.
+
+        Behind each forward of specs with drafts, on the stream of the forward.
+
+        slots      int64 [B], on the device
+        accepted   int64 [B], on the device, 0 without drafts; None: there were no drafts
+        """
+        if not self.num_drafts or not self.states:
+            return
+        accepted = self.states[0].accepted
+        if accepted_B is None:
+            accepted.index_fill_(0, slots_B, 0)
+        else:
+            accepted.index_copy_(0, slots_B, accepted_B)
+
+    def decode_starts(self, batch: AttentionBatch) -> np.ndarray:
+        """Return int64 [S+1]: the first row of each of the S sequences without prompts, then the row behind them."""
+        starts = batch.query_start_loc_cpu[: batch.num_decodes + 1].astype(np.int64)
+        most = int(np.diff(starts).max(initial=1))
+        assert most <= 1 + self.num_drafts, f"{most - 1} drafts, slots keep {self.num_drafts}"
+        return starts
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
@@ -134,17 +192,19 @@ class LinearAttention(Backend):
         """
 
     def reserve_graphs(self, max_rows: int, max_seqs: int) -> None:
-        """Allocate for graphs of up to `max_rows` rows and, in graphs with prompts, `max_seqs` sequences.
+        """Allocate for graphs of up to `max_rows` rows and, in graphs with drafts or prompts, `max_seqs` sequences.
 
         Graphs captured before the call must not be replayed after it.
         """
         raise NotImplementedError(f"{self.name} has no graphs")
 
-    def plan_graph(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> None:
-        """Plan for a graph of `num_rows` rows, of decodes alone or with prompts.
+    def plan_graph(
+        self, batch: AttentionBatch, num_rows: int, *, prompts: bool, drafts: bool = False
+    ) -> None:
+        """Plan for a graph of `num_rows` rows, of decodes alone, with drafts, or with drafts and prompts.
 
-        Every address and launch shape equals that of the capture with the same `num_rows` and `prompts`. Rows without
-        a token write no slot and return zeros.
+        Every address and launch shape equals that of the capture with the same arguments. Rows without a token write
+        no slot and return zeros.
         """
         raise NotImplementedError(f"{self.name} has no graphs")
 

@@ -12,61 +12,26 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from kernels.attention.batch import AttentionBatch
 from kernels.interface.backend import BackendShape
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.linear_attention.base import (
-    NORM_EPS,
     LinearAttention,
     LinearStates,
     fresh_sequences,
     state_slots,
 )
 from kernels.linear_attention.chunks import MAX_CHUNK, Chunks
+from kernels.linear_attention.torch_rows import (
+    Decodes,
+    Rows,
+    Sequences,
+    activated,
+    advance_decodes,
+    heads,
+)
 from kernels.pending import wait_previous_ubatch
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The inputs of some rows, with the layer's weights."""
-
-    mixed: torch.Tensor
-    a: torch.Tensor
-    b: torch.Tensor
-    conv_weight: torch.Tensor
-    neg_exp_a: torch.Tensor
-    dt_bias: torch.Tensor
-
-    def cut(self, start: int, end: int) -> "Rows":
-        """Return the rows from `start` to `end`."""
-        mixed, a, b = (x[start:end] for x in (self.mixed, self.a, self.b))
-        return Rows(mixed, a, b, self.conv_weight, self.neg_exp_a, self.dt_bias)
-
-    def gates(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return g and beta, float32 [T, V]."""
-        g = self.neg_exp_a * F.softplus(self.a.float() + self.dt_bias)
-        return g, self.b.float().sigmoid()
-
-
-@dataclass(frozen=True, eq=False)
-class Sequences:
-    """Sequences of one kind on the device.
-
-    slots   int64 [B]
-    fresh   bool [B]: no state; None: all have one
-    """
-
-    slots: torch.Tensor
-    fresh: torch.Tensor | None
-
-    def load(self, pool: torch.Tensor) -> torch.Tensor:
-        """Return copies of the slots; zeros for fresh sequences, because their slots may hold anything."""
-        loaded = pool[self.slots]
-        if self.fresh is not None:
-            loaded[self.fresh] = 0
-        return loaded
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +66,10 @@ class TorchLinearAttention(LinearAttention):
     def plan(self, batch: AttentionBatch) -> None:
         device = batch.block_table.device
         slots, fresh = state_slots(batch, device), fresh_sequences(batch)
-        self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_single_rows
-        decodes = batch.num_single_rows
-        self._decodes = Sequences(slots[:decodes], _flags(fresh[:decodes], device))
+        self._num_tokens = batch.num_tokens
+        decodes = batch.num_decodes
+        starts = self.decode_starts(batch)
+        self._decodes = Decodes.of(starts, batch.rows_before, slots, fresh)
         self._prompts: dict[int, Prompts] = {}
         if batch.num_seqs > decodes:
             lengths = np.diff(batch.query_start_loc_cpu)[decodes:].astype(np.int64)
@@ -128,7 +94,7 @@ class TorchLinearAttention(LinearAttention):
         out_TVv = mixed_TC.new_empty(mixed_TC.shape[0], spec.num_value_heads, spec.value_dim)
         out_TVv[self._num_tokens :] = 0
         wait_previous_ubatch()
-        cut = self._num_decodes
+        cut = self._decodes.num_rows
         if cut:
             self._decode(rows.cut(0, cut), spec, pool, out_TVv[:cut])
         if self._prompts:
@@ -138,22 +104,10 @@ class TorchLinearAttention(LinearAttention):
         return out_TVv
 
     def _decode(
-        self, rows: Rows, spec: LinearAttentionSpec, pool: LinearStates, out_BVv: torch.Tensor
+        self, rows: Rows, spec: LinearAttentionSpec, pool: LinearStates, out_TVv: torch.Tensor
     ) -> None:
-        """Advance each decode by its token."""
-        sequences = self._decodes
-        window_BwC = torch.cat((sequences.load(pool.conv), rows.mixed.unsqueeze(1)), 1)
-        pool.conv[sequences.slots] = window_BwC[:, 1:]
-        mixed_BC = (window_BwC.float() * rows.conv_weight.float().T).sum(1)
-        q_BKk, k_BKk, v_BVv = _heads(_activated(mixed_BC, rows.mixed.dtype), spec)
-        q_BVk, k_BVk = (x.repeat_interleave(spec.group_size, 1) for x in (q_BKk, k_BKk))
-        g_BV, beta_BV = rows.gates()
-        state_BVkv = sequences.load(pool.state).float().mul_(g_BV.exp()[..., None, None])
-        delta_BVv = v_BVv - torch.einsum("bhkv,bhk->bhv", state_BVkv, k_BVk)
-        delta_BVv *= beta_BV.unsqueeze(-1)
-        state_BVkv.addcmul_(k_BVk.unsqueeze(-1), delta_BVv.unsqueeze(-2))
-        pool.state[sequences.slots] = state_BVkv.to(pool.state.dtype)
-        out_BVv.copy_(torch.einsum("bhkv,bhk->bhv", state_BVkv, q_BVk))
+        """Advance each decode by its rows."""
+        advance_decodes(rows, spec, pool, self._decodes, out_TVv)
 
 
 def _token_bytes(spec: LinearAttentionSpec) -> int:
@@ -161,10 +115,6 @@ def _token_bytes(spec: LinearAttentionSpec) -> int:
     decayed keys, values and outputs twice, and three rows of a matrix between the tokens of a chunk."""
     head = 4 * spec.key_dim + 4 * spec.value_dim + 3 * MAX_CHUNK
     return (3 * spec.channels + spec.num_value_heads * head) * 4
-
-
-def _flags(fresh: np.ndarray, device: torch.device) -> torch.Tensor | None:
-    return torch.from_numpy(fresh).to(device) if fresh.any() else None
 
 
 def _prompts(
@@ -181,25 +131,10 @@ def _prompts(
         return torch.from_numpy(np.ascontiguousarray(x)).to(device)
 
     return Prompts(
-        Sequences(slots[on_device(order)], _flags(fresh[order], device)),
+        Sequences.of(slots[on_device(order)], fresh[order]),
         chunks.steps,
         *map(on_device, (chunks.rows, chunks.real, chunks.places, tails, rows, last)),
     )
-
-
-def _activated(mixed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return SiLU of the convolution's output, rounded to the dtype of the hidden states, in float32."""
-    return F.silu(mixed).to(dtype).float()
-
-
-def _heads(
-    mixed_TC: torch.Tensor, spec: LinearAttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q [T, K, k] with norms of 1 / sqrt(k), k [T, K, k] with norms of 1, and v [T, V, v]."""
-    q, k, v = mixed_TC.split_with_sizes((spec.key_size, spec.key_size, spec.value_size), -1)
-    q, k = (x.view(-1, spec.num_key_heads, spec.key_dim) for x in (q, k))
-    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS) for x in (q, k))
-    return q * spec.key_dim**-0.5, k, v.view(-1, spec.num_value_heads, spec.value_dim)
 
 
 def _grouped(x_NV: torch.Tensor, spec: LinearAttentionSpec) -> torch.Tensor:
@@ -221,7 +156,7 @@ def _convolve(
     sums = inputs[:count].float() * weight_wC[0]
     for shift in range(1, spec.conv_width):
         sums.addcmul_(inputs[shift : shift + count].float(), weight_wC[shift])
-    return _activated(sums[prompts.row_places - tail], rows.mixed.dtype)
+    return activated(sums[prompts.row_places - tail], rows.mixed.dtype)
 
 
 def _advance_prompts(
@@ -231,7 +166,7 @@ def _advance_prompts(
     mixed_TC = _convolve(rows, spec, pool, prompts)
     g_TV, beta_TV = rows.gates()
     places, real_NL = prompts.rows_NL, prompts.real_NL
-    q, k, v = (x[places].transpose(1, 2) for x in _heads(mixed_TC, spec))
+    q, k, v = (x[places].transpose(1, 2) for x in heads(mixed_TC, spec))
     q_NKLk, k_NKLk = q.unsqueeze(2), k.unsqueeze(2)
     v_NKGLv = _grouped(v, spec)
     # A place without a token changes no state: it has no decay and no weight.

@@ -8,6 +8,7 @@ T tokens, C channels, V value heads, k key dim, v value dim, w conv width, B seq
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kernels.attention.batch import AttentionBatch
@@ -18,12 +19,13 @@ from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.linear_attention.base import (
     NORM_EPS,
     LinearAttention,
+    ship,
     signed_slots,
 )
 from kernels.linear_attention.chunks import MAX_CHUNK
 from kernels.linear_attention.prompt_table import fill_table, graph_table, step_table, with_rows
 from kernels.pending import wait_previous_ubatch
-from kernels.triton.delta_table import PromptTable
+from kernels.triton.delta_table import DecodeTable, PromptTable
 
 MAX_CONV_WIDTH = 4
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -47,7 +49,7 @@ class TritonLinearAttention(LinearAttention):
 
         self._advance_decodes = advance_decodes
         self._prepare_chunks, self._scan_chunks = prepare_chunks, scan_chunks
-        self._graph_slots = torch.empty(0, dtype=torch.int64)
+        self._graph_slots, self._graph_starts = torch.empty(2, 0, dtype=torch.int64)
         self._table: PromptTable | None = None
 
     @classmethod
@@ -68,12 +70,15 @@ class TritonLinearAttention(LinearAttention):
 
     @classmethod
     def step_bytes(cls, shape: BackendShape) -> int:
-        tokens = (_token_bytes(spec, shape.dtype.itemsize) for spec in shape.linear_specs)
-        return shape.max_num_tokens * max(tokens, default=0)
+        return max((_step_bytes(spec, shape) for spec in shape.linear_specs), default=0)
 
     def plan(self, batch: AttentionBatch) -> None:
-        slots, cut = signed_slots(batch, batch.block_table.device), batch.num_single_rows
-        self._num_tokens, self._decode_slots, self._table = batch.num_tokens, slots[:cut], None
+        slots, cut = signed_slots(batch, batch.block_table.device), batch.num_decodes
+        starts, on_device = self.decode_starts(batch), None
+        if batch.num_verify:
+            on_device = ship(_numbers(batch, starts), slots.device)
+        self._decodes = DecodeTable(slots[:cut], on_device, int(starts[-1]))
+        self._num_tokens, self._table = batch.num_tokens, None
         if batch.num_seqs > cut:
             self._table = step_table(batch.query_start_loc_cpu[cut:], slots[cut:])
 
@@ -81,16 +86,27 @@ class TritonLinearAttention(LinearAttention):
         device = self.states[0].state.device
         self._max_seqs = max_seqs
         self._graph_slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._graph_starts = torch.zeros(2 + max_rows, dtype=torch.int32, device=device)
         self._graph_table = graph_table(max_rows, max_seqs, device)
 
-    def plan_graph(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> None:
-        cut = batch.num_single_rows
-        decodes = min(num_rows, self._max_seqs) if prompts else num_rows
-        assert cut <= decodes and (prompts or cut == batch.num_seqs), (cut, batch.num_seqs)
-        slots, signed = self._graph_slots[:decodes], signed_slots(batch, self._graph_slots.device)
+    def plan_graph(
+        self, batch: AttentionBatch, num_rows: int, *, prompts: bool, drafts: bool = False
+    ) -> None:
+        cut, device = batch.num_decodes, self._graph_slots.device
+        several = bool(self.num_drafts) and (prompts or drafts)
+        most = min(num_rows, self._max_seqs) if prompts or drafts else num_rows
+        assert cut <= most and (prompts or cut == batch.num_seqs), (cut, batch.num_seqs)
+        slots, signed = self._graph_slots[:most], signed_slots(batch, device)
         slots[:cut], slots[cut:] = signed[:cut], 0
+        starts, most_rows = self.decode_starts(batch), most
+        on_device = None
+        if several:
+            most_rows = min(num_rows, most * (1 + self.num_drafts))
+            on_device = self._graph_starts[: 2 + most]
+            on_device.copy_(ship(_numbers(batch, starts, most), device))
         # The launch of decodes writes zeros where it has no decode, and prompts come after it.
-        self._num_tokens, self._decode_slots, self._table = num_rows, slots, None
+        self._decodes = DecodeTable(slots, on_device, most_rows, 0 if prompts else num_rows)
+        self._num_tokens, self._table = num_rows, None
         if prompts:
             fill_table(self._graph_table, batch.query_start_loc_cpu[cut:], signed[cut:])
             self._table = with_rows(self._graph_table, num_rows)
@@ -109,14 +125,13 @@ class TritonLinearAttention(LinearAttention):
         out_TVv = mixed_TC.new_empty(mixed_TC.shape[0], spec.num_value_heads, spec.value_dim)
         weights = conv_weight_Cw, neg_exp_a_V, dt_bias_V
         wait_previous_ubatch()
-        cut = len(self._decode_slots)
-        if cut:
-            self._advance_decodes(
-                *(mixed_TC[:cut], a_TV[:cut], b_TV[:cut], *weights),
-                *(self._decode_slots, pool.conv, pool.state, out_TVv[:cut]),
-                num_key_heads=spec.num_key_heads,
-                eps=NORM_EPS,
-            )
+        self._advance_decodes(
+            *(mixed_TC, a_TV, b_TV, *weights, self._decodes),
+            (pool.conv, pool.state, pool.drafts, pool.accepted),
+            out_TVv,
+            num_key_heads=spec.num_key_heads,
+            eps=NORM_EPS,
+        )
         if table is None:
             out_TVv[self._num_tokens :] = 0
         else:
@@ -128,9 +143,18 @@ class TritonLinearAttention(LinearAttention):
         return out_TVv
 
 
-def _token_bytes(spec: LinearAttentionSpec, itemsize: int) -> int:
-    """Bytes of a prompt's token: q, k and v and output, and two rows of a chunk and four gates of each value head; or
-    of a decode: output, and q, k and v in float32."""
-    head = spec.value_dim + 2 * MAX_CHUNK
-    prompt = (spec.channels + spec.num_value_heads * head) * itemsize + 16 * spec.num_value_heads
-    return max(prompt, 4 * spec.channels + spec.value_size * itemsize)
+def _numbers(batch: AttentionBatch, starts: np.ndarray, most: int | None = None) -> np.ndarray:
+    """Return `DecodeTable.starts` for `most` sequences: those behind the last one have no rows."""
+    spare = 0 if most is None else most + 1 - len(starts)
+    return np.array([batch.rows_before, *starts, *[starts[-1]] * spare], dtype=np.int32)
+
+
+def _step_bytes(spec: LinearAttentionSpec, shape: BackendShape) -> int:
+    """Bytes of prompts: q, k, v and output, and two rows of a chunk and four gates of each value head; or of decodes:
+    output, and inputs in float32, those of accepted drafts too."""
+    itemsize, heads, num_tokens = shape.dtype.itemsize, spec.num_value_heads, shape.max_num_tokens
+    prompt = (spec.channels + heads * (spec.value_dim + 2 * MAX_CHUNK)) * itemsize + 16 * heads
+    num_seqs = min(num_tokens, shape.max_num_seqs or num_tokens)
+    rows = min(num_tokens, num_seqs * (1 + spec.num_drafts)) + num_seqs * spec.num_drafts
+    decodes = rows * 4 * spec.row_size + num_tokens * spec.value_size * itemsize
+    return max(num_tokens * prompt, decodes)

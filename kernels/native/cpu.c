@@ -628,63 +628,140 @@ static void widen(const uint16_t *x, int64_t n, float *out)
     }
 }
 
+static uint16_t narrowed(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? bits >> 16 | 0x40 : rounded);
+}
+
 static void narrow(const float *x, int64_t n, uint16_t *out)
 {
+    for (int64_t i = 0; i < n; i++)
+        out[i] = narrowed(x[i]);
+}
+
+/* x as a later step would read it from a state of bfloat16 */
+static void round_bfloat16(float *x, int64_t n)
+{
     for (int64_t i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, x + i, sizeof bits);
-        uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-        out[i] = (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? bits >> 16 | 0x40 : rounded);
+        uint32_t bits = (uint32_t)narrowed(x[i]) << 16;
+        memcpy(x + i, &bits, sizeof bits);
     }
 }
 
-/* One token of a gated delta net for each of B sequences. K key heads, each of G value heads; k, v their dims.
- * mixed rows hold C = 2 K k + K G v channels: q, k, v. a and b rows hold the gates' projections of the value heads.
+/* A gated delta net: its sizes and weights. K key heads, each of G value heads; k, v their dims; D drafts of a slot.
+ * A row has C = 2 K k + K G v channels, q, k, v, and the gates' projections a, b of the value heads. */
+typedef struct {
+    int64_t K, G, k, v, width, D;
+    float eps;
+    const float *conv_weight, *neg_exp_a, *dt_bias;
+} DeltaNet;
+
+static int64_t delta_channels(const DeltaNet *net)
+{
+    return 2 * net->K * net->k + net->K * net->G * net->v;
+}
+
+/* Read a row: x [C] gets q, k and v, the tail moves on by the row; gates [V, 2] get the decay and beta of each head. */
+static void read_delta_row(const DeltaNet *net, const float *mixed, const float *a, const float *b, float *tail,
+                           float *x, float *gates)
+{
+    int64_t K = net->K, k = net->k, C = delta_channels(net);
+    if (net->width == 4)
+        convolve(mixed, net->conv_weight, C, 4, tail, x);
+    else
+        convolve(mixed, net->conv_weight, C, net->width, tail, x);
+    for (int64_t h = 0; h < K; h++) {
+        scale_to_length(x + h * k, k, 1.0f / sqrtf((float)k), net->eps);
+        scale_to_length(x + (K + h) * k, k, 1.0f, net->eps);
+    }
+    for (int64_t h = 0; h < K * net->G; h++) {
+        float dt = a[h] + net->dt_bias[h];
+        gates[2 * h] = expf(net->neg_exp_a[h] * (dt > 20.0f ? dt : log1pf(expf(dt))));
+        gates[2 * h + 1] = 1.0f / (1.0f + expf(-b[h]));
+    }
+}
+
+/* Advance the state [k, v] of value head h by a row that was read; out [v] */
+static void advance_head(const DeltaNet *net, int64_t h, const float *x, const float *gates, float *state, float *out)
+{
+    int64_t k = net->k, v = net->v;
+    const float *query = x + h / net->G * k, *key = query + net->K * k, *value = x + 2 * net->K * k + h * v;
+    float product = 0, decay = gates[2 * h], beta = gates[2 * h + 1];
+    for (int64_t i = 0; i < k; i++)
+        product += query[i] * key[i];
+    for (int64_t first = 0; first < v; first += STATE_COLUMNS) {
+        float *part = state + first, *result = out + first;
+        if (v - first >= STATE_COLUMNS)
+            advance_columns(part, v, STATE_COLUMNS, k, query, key, product, decay, beta, value + first, result);
+        else
+            advance_columns(part, v, v - first, k, query, key, product, decay, beta, value + first, result);
+    }
+}
+
+/* Each of B sequences: its accepted drafts, then its rows starts[s] to starts[s + 1], of which the first one counts.
+ * A slot gets the state behind that row, and the inputs of all rows behind it, which are drafts. `before` rows of the
+ * first sequence were computed in this step already, its first row among them.
  * slots: a slot with a state, or minus a slot without one, which is cleared first; 0 is the null slot, cleared too.
- * conv [slots, width-1, C], states [slots, K G, k, v], of bfloat16 where bf16 is true, out [B, K G, v]; scratch holds
- * C + k v floats. */
+ * conv [slots, width-1, C], states [slots, V, k, v], of bfloat16 where bf16 is true, drafts [slots, D, C + 2 V],
+ * accepted [slots], out [rows, V, v]. scratch holds (2 D + 1) (C + 2 V) + (width - 1) C + k v + v floats. */
 void delta_decode(const float *mixed, int64_t mixed_stride, const float *a, int64_t a_stride, const float *b,
                   int64_t b_stride, const float *conv_weight, const float *neg_exp_a, const float *dt_bias,
-                  const int64_t *slots, int64_t B, int64_t K, int64_t G, int64_t k, int64_t v, int64_t width, float eps,
-                  float *conv, void *states, int64_t bf16, float *out, float *scratch)
+                  const int64_t *slots, const int64_t *starts, int64_t before, int64_t B, int64_t K, int64_t G,
+                  int64_t k, int64_t v, int64_t width, int64_t D, float eps, float *conv, void *states, int64_t bf16,
+                  float *drafts, const int64_t *accepted, float *out, float *scratch)
 {
-    int64_t V = K * G, C = 2 * K * k + V * v, size = V * k * v, bytes = bf16 ? 2 : 4;
-    for (int64_t r = 0; r < B; r++) {
-        int64_t slot = slots[r] < 0 ? -slots[r] : slots[r];
-        float *tail = conv + slot * (width - 1) * C;
-        char *state = (char *)states + slot * size * bytes;
-        if (slots[r] <= 0) {
+    DeltaNet net = {K, G, k, v, width, D, eps, conv_weight, neg_exp_a, dt_bias};
+    int64_t V = K * G, C = delta_channels(&net), row_size = C + 2 * V, bytes = bf16 ? 2 : 4;
+    float *later_tail = scratch + (2 * D + 1) * row_size, *head = later_tail + (width - 1) * C, *unused = head + k * v;
+    for (int64_t s = 0; s < B; s++) {
+        int64_t slot = slots[s] < 0 ? -slots[s] : slots[s], begun = s ? 0 : before, kept = 0;
+        float *tail = conv + slot * (width - 1) * C, *inputs = drafts + slot * D * row_size, *x = scratch;
+        char *state = (char *)states + slot * V * k * v * bytes;
+        if (slots[s] <= 0) {
             memset(tail, 0, (width - 1) * C * sizeof *tail);
-            memset(state, 0, size * bytes);
-        }
-        if (width == 4)
-            convolve(mixed + r * mixed_stride, conv_weight, C, 4, tail, scratch);
-        else
-            convolve(mixed + r * mixed_stride, conv_weight, C, width, tail, scratch);
-        for (int64_t h = 0; h < V; h++) {
-            float *query = scratch + h / G * k, *key = query + K * k, *value = scratch + 2 * K * k + h * v;
-            float x = a[r * a_stride + h] + dt_bias[h], product = 0;
-            float decay = expf(neg_exp_a[h] * (x > 20.0f ? x : log1pf(expf(x))));
-            float beta = 1.0f / (1.0f + expf(-b[r * b_stride + h]));
-            if (h % G == 0) {
-                scale_to_length(query, k, 1.0f / sqrtf((float)k), eps);
-                scale_to_length(key, k, 1.0f, eps);
+            memset(state, 0, V * k * v * bytes);
+        } else if (D)
+            kept = begun ? begun - 1 : accepted[slot];
+        if (begun) /* the tail of the slot is that behind the first row */
+            tail = memcpy(later_tail, tail, (width - 1) * C * sizeof *tail);
+        for (int64_t r = 0; r < kept; r++, x += row_size)
+            read_delta_row(&net, inputs + r * row_size, inputs + r * row_size + C, inputs + r * row_size + C + V, tail,
+                           x, x + C);
+        for (int64_t r = starts[s]; r < starts[s + 1]; r++, x += row_size) {
+            int64_t place = begun + r - starts[s];
+            const float *row = mixed + r * mixed_stride, *row_a = a + r * a_stride, *row_b = b + r * b_stride;
+            read_delta_row(&net, row, row_a, row_b, tail, x, x + C);
+            if (place == 0) {
+                if (starts[s + 1] - r > 1)
+                    tail = memcpy(later_tail, tail, (width - 1) * C * sizeof *tail);
+                continue;
             }
-            for (int64_t i = 0; i < k; i++)
-                product += query[i] * key[i];
+            float *input = inputs + (place - 1) * row_size;
+            memcpy(input, row, C * sizeof *row);
+            memcpy(input + C, row_a, V * sizeof *row);
+            memcpy(input + C + V, row_b, V * sizeof *row);
+        }
+        for (int64_t h = 0; h < V; h++) {
             char *stored = state + h * k * v * bytes;
-            float *head = bf16 ? scratch + C : (float *)stored;
+            float *now = bf16 || begun ? head : (float *)stored;
             if (bf16)
                 widen((uint16_t *)stored, k * v, head);
-            for (int64_t first = 0; first < v; first += STATE_COLUMNS) {
-                float *part = head + first, *result = out + (r * V + h) * v + first;
-                if (v - first >= STATE_COLUMNS)
-                    advance_columns(part, v, STATE_COLUMNS, k, query, key, product, decay, beta, value + first, result);
-                else
-                    advance_columns(part, v, v - first, k, query, key, product, decay, beta, value + first, result);
+            else if (begun)
+                memcpy(head, stored, k * v * sizeof *head);
+            for (int64_t r = -kept; r < starts[s + 1] - starts[s]; r++) {
+                const float *read = scratch + (kept + r) * row_size;
+                float *result = r < 0 ? unused : out + ((starts[s] + r) * V + h) * v;
+                if (begun + r == 1 && now != head)
+                    now = memcpy(head, stored, k * v * sizeof *head);
+                advance_head(&net, h, read, read + C, now, result);
+                if (bf16 && begun + r == 0)
+                    narrow(now, k * v, (uint16_t *)stored);
+                if (bf16 && starts[s] + r + 1 < starts[s + 1])
+                    round_bfloat16(now, k * v);
             }
-            if (bf16)
-                narrow(head, k * v, (uint16_t *)stored);
         }
     }
 }

@@ -31,12 +31,12 @@ _SIGNATURES = {
     "paged_decode": [_POINTER, _INT, *[_POINTER] * 3, _INT, _POINTER, *[_INT] * 6, _FLOAT]
     + [_POINTER] * 3,
     "delta_decode": [_POINTER, _INT] * 3
-    + [_POINTER] * 4
-    + [_INT] * 6
+    + [_POINTER] * 5
+    + [_INT] * 8
     + [_FLOAT]
     + [_POINTER] * 2
     + [_INT]
-    + [_POINTER] * 2,
+    + [_POINTER] * 4,
     "linear": [_POINTER] * 3 + [_INT] * 4 + [_POINTER],
     "norm_and_rotate": [_POINTER, _INT, _POINTER, _FLOAT, _POINTER] + [_INT] * 3,
     "rms_norm": [_POINTER] * 2 + [_FLOAT] + [_INT] * 2 + [_POINTER],

@@ -1,232 +1,172 @@
-"""Triton kernels for a decode step of gated delta nets: convolution and norms, then gates, state and output.
+"""Triton kernel for decodes of gated delta nets, with drafts or without: it reads and writes each state once.
 
-The second kernel reads each state once and writes it once, which takes most of the time. Each of its programs holds a
-part of one head's state, and loads it while the first kernel runs. B rows, C channels, K key heads, V value heads,
-G = V / K, k key dim, v value dim, w conv width.
+That takes most of the time. Each program holds a part of one head's state, and loads it while the kernel before reads
+the rows (`delta_inputs`). It advances the state by the drafts that the step before accepted, by the row that counts,
+after which it writes the state, and by the drafts of this step.
+
+T rows, B sequences, C channels, K key heads, V value heads, G = V / K, k key dim, v value dim, w conv width, D drafts
+of a slot, X = C + 2V.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.delta_gates import decay_and_beta, silu_rounded
+from kernels.triton.delta_inputs import num_kept, read_decodes, rows_of
+from kernels.triton.delta_table import DecodeTable
 from kernels.triton.pdl import begin, dependent_launch
 
 BLOCK_V = 64
 
 
 @triton.jit
-def _convolve_channels(
-    x_ptr, tail_ptr, weight_ptr, channel, known, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
+def _advance_row(
+    state, x_ptr, key_at, value_at, gates_at, KEY_SIZE: tl.constexpr, VALUE_HEADS: tl.constexpr
 ):
-    """Return the convolution of some channels after SiLU, float32, and move their tail on by the token."""
-    x = tl.load(x_ptr + channel)
-    weight_at = weight_ptr + channel * WIDTH
-    sums = x.to(tl.float32) * tl.load(weight_at + WIDTH - 1).to(tl.float32)
-    has_tail = known & (channel >= 0)
-    tail_at = tail_ptr + channel
-    second, third = x, x
-    if WIDTH > 1:
-        first = tl.load(tail_at, mask=has_tail, other=0.0)
-        sums += first.to(tl.float32) * tl.load(weight_at).to(tl.float32)
-    if WIDTH > 2:
-        second = tl.load(tail_at + CHANNELS, mask=has_tail, other=0.0)
-        sums += second.to(tl.float32) * tl.load(weight_at + 1).to(tl.float32)
-    if WIDTH > 3:
-        third = tl.load(tail_at + 2 * CHANNELS, mask=has_tail, other=0.0)
-        sums += third.to(tl.float32) * tl.load(weight_at + 2).to(tl.float32)
-    # Several threads may hold a channel: all must have read the tail before one writes it.
-    tl.debug_barrier()
-    if WIDTH > 1:
-        tl.store(tail_at, second)
-    if WIDTH > 2:
-        tl.store(tail_at + CHANNELS, third)
-    if WIDTH > 3:
-        tl.store(tail_at + 2 * CHANNELS, x)
-    return silu_rounded(sums, x_ptr.dtype.element_ty)
+    """Return the state behind a row, and S^T q of it; `at` are places in the row."""
+    q, k, v = tl.load(x_ptr + key_at), tl.load(x_ptr + KEY_SIZE + key_at), tl.load(x_ptr + value_at)
+    decay, beta = tl.load(x_ptr + gates_at), tl.load(x_ptr + gates_at + VALUE_HEADS)
+    # S^T q of the new state follows from the old one, so one pass suffices.
+    read_k = tl.sum(state * k[:, None], 0)
+    read_q = tl.sum(state * q[:, None], 0)
+    delta = beta * (v - decay * read_k)
+    out = decay * read_q + tl.sum(q * k) * delta
+    return decay * state + k[:, None] * delta[None, :], out
 
 
 @triton.jit
-def _gates(a_ptr, b_ptr, neg_exp_a_ptr, dt_bias_ptr, head):
-    a, b = tl.load(a_ptr + head).to(tl.float32), tl.load(b_ptr + head).to(tl.float32)
-    neg_exp_a, dt_bias = tl.load(neg_exp_a_ptr + head), tl.load(dt_bias_ptr + head)
-    g, beta = decay_and_beta(a, b, neg_exp_a, dt_bias)
-    return tl.exp(g), beta
-
-
-@triton.jit(do_not_specialize=["slots_ptr"])
-def _convolve(
-    mixed_ptr,
-    mixed_row,
-    weight_ptr,
-    slots_ptr,
-    conv_ptr,
+def _advance_rows(
+    state,
+    state_at,
     x_ptr,
-    scale,
-    eps,
-    KEY_HEADS: tl.constexpr,
+    out_at,
+    key_at,
+    value_at,
+    gates_at,
+    kept,
+    rows,
+    before,
+    KEY_SIZE: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
+    ROW: tl.constexpr,
+    SIZE: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    SEVERAL: tl.constexpr,
 ):
-    """Take one head of q, k or v of one row; no other program has its channels."""
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    key_size: tl.constexpr = KEY_HEADS * KEY_DIM
-    channels: tl.constexpr = 2 * key_size + VALUE_HEADS * VALUE_DIM
-    begin(PDL)
-    signed = tl.load(slots_ptr + row)
-    if signed != 0:
-        source_ptr, out_ptr = mixed_ptr + row * mixed_row, x_ptr + row * channels
-        tail_ptr, known = conv_ptr + tl.abs(signed) * ((WIDTH - 1) * channels), signed > 0
-        if head < 2 * KEY_HEADS:
-            at = head * KEY_DIM + tl.arange(0, KEY_DIM)
-            x = _convolve_channels(source_ptr, tail_ptr, weight_ptr, at, known, channels, WIDTH)
-            factor = tl.where(head < KEY_HEADS, scale, 1.0)
-            tl.store(out_ptr + at, x * (tl.rsqrt(tl.sum(x * x) + eps) * factor))
-        else:
-            value_at = 2 * key_size + (head - 2 * KEY_HEADS) * VALUE_DIM + tl.arange(0, VALUE_DIM)
-            v = _convolve_channels(
-                source_ptr, tail_ptr, weight_ptr, value_at, known, channels, WIDTH
+    """Advance the state by the old drafts that count and by the rows of a sequence, and write the outputs of these."""
+    dtype: tl.constexpr = state_at.dtype.element_ty
+    if DRAFTS:
+        for _ in range(kept):
+            state, _out = _advance_row(
+                state, x_ptr, key_at, value_at, gates_at, KEY_SIZE, VALUE_HEADS
             )
-            tl.store(out_ptr + value_at, v)
+            state = state.to(dtype).to(tl.float32)  # as a step without drafts would read it
+            x_ptr += SIZE
+    state, out = _advance_row(state, x_ptr, key_at, value_at, gates_at, KEY_SIZE, VALUE_HEADS)
+    tl.store(out_at, out.to(out_at.dtype.element_ty))
+    if before == 0:
+        tl.store(state_at, state.to(dtype))
+    if SEVERAL:
+        for _ in range(1, rows):
+            state = state.to(dtype).to(tl.float32)
+            x_ptr += SIZE
+            out_at += ROW
+            state, out = _advance_row(
+                state, x_ptr, key_at, value_at, gates_at, KEY_SIZE, VALUE_HEADS
+            )
+            tl.store(out_at, out.to(out_at.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["slots_ptr", "a_ptr", "b_ptr"])
+@triton.jit(do_not_specialize=["slots_ptr", "starts_ptr", "num_rows"])
 def _advance(
     x_ptr,
-    a_ptr,
-    a_row,
-    b_ptr,
-    b_row,
-    neg_exp_a_ptr,
-    dt_bias_ptr,
     slots_ptr,
+    starts_ptr,
+    accepted_ptr,
     state_ptr,
     out_ptr,
+    num_rows,
     KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    SEVERAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Take BLOCK columns of one value head of one row."""
+    """Take BLOCK columns of one value head of one sequence."""
     parts: tl.constexpr = VALUE_DIM // BLOCK
     value_heads: tl.constexpr = KEY_HEADS * GROUP
-    channels: tl.constexpr = (2 * KEY_DIM + GROUP * VALUE_DIM) * KEY_HEADS
-    head, row = tl.program_id(0) // parts, tl.program_id(1).to(tl.int64)
+    key_size: tl.constexpr = KEY_HEADS * KEY_DIM
+    row_out: tl.constexpr = value_heads * VALUE_DIM
+    size: tl.constexpr = 2 * key_size + row_out + 2 * value_heads
+    head, seq = tl.program_id(0) // parts, tl.program_id(1).to(tl.int64)
     key, value = tl.arange(0, KEY_DIM), tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
-    out_at = out_ptr + (row * value_heads + head) * VALUE_DIM + value
-    signed = tl.load(slots_ptr + row)
+    signed = tl.load(slots_ptr + seq)
     state_at = state_ptr + (tl.abs(signed) * value_heads + head) * (KEY_DIM * VALUE_DIM)
     state_at = state_at + key[:, None] * VALUE_DIM + value[None, :]
     # Before `begin`, because no kernel of this step has written states of this layer's decodes.
     old = tl.load(state_at, mask=(signed > 0) & (key[:, None] >= 0), other=0.0)
     begin(PDL)
+    start, end, before = rows_of(starts_ptr, seq, SEVERAL)
+    column = head * VALUE_DIM + value
+    out_at, zeros = out_ptr + column, tl.zeros([BLOCK], tl.float32).to(out_ptr.dtype.element_ty)
     if signed == 0:
-        tl.store(out_at, tl.zeros([BLOCK], tl.float32).to(out_ptr.dtype.element_ty))
+        for row in range(start, end):
+            tl.store(out_at + row * row_out, zeros)
     else:
-        query_at = x_ptr + row * channels + head // GROUP * KEY_DIM + key
-        q, k = tl.load(query_at), tl.load(query_at + KEY_HEADS * KEY_DIM)
-        values_at = x_ptr + row * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
-        v = tl.load(values_at + value)
-        decay, beta = _gates(
-            a_ptr + row * a_row, b_ptr + row * b_row, neg_exp_a_ptr, dt_bias_ptr, head
+        kept = num_kept(accepted_ptr, signed, before, DRAFTS)
+        _advance_rows(
+            *(old.to(tl.float32), state_at, x_ptr + (start + seq * DRAFTS) * size),
+            *(out_at + start * row_out, head // GROUP * KEY_DIM + key, 2 * key_size + column),
+            *(2 * key_size + row_out + head, kept, (end - start).to(tl.int32), before),
+            *(key_size, value_heads, row_out, size, DRAFTS, SEVERAL),
         )
-        state = old.to(tl.float32)
-        # S^T q of the new state follows from the old one, so one pass suffices.
-        read_k = tl.sum(state * k[:, None], 0)
-        read_q = tl.sum(state * q[:, None], 0)
-        delta = beta * (v - decay * read_k)
-        state = decay * state + k[:, None] * delta[None, :]
-        tl.store(state_at, state.to(state_ptr.dtype.element_ty))
-        out = decay * read_q + tl.sum(q * k) * delta
-        tl.store(out_at, out.to(out_ptr.dtype.element_ty))
+    if SEVERAL:  # rows of padding
+        last = tl.load(starts_ptr + 1 + tl.num_programs(1)).to(tl.int64)
+        for row in range(last + seq, num_rows, tl.num_programs(1)):
+            tl.store(out_at + row * row_out, zeros)
 
 
 def advance_decodes(
-    mixed_BC: torch.Tensor,
-    a_BV: torch.Tensor,
-    b_BV: torch.Tensor,
+    mixed_TC: torch.Tensor,
+    a_TV: torch.Tensor,
+    b_TV: torch.Tensor,
     conv_weight_Cw: torch.Tensor,
     neg_exp_a_V: torch.Tensor,
     dt_bias_V: torch.Tensor,
-    slots: torch.Tensor,
-    conv: torch.Tensor,
-    state: torch.Tensor,
-    out_BVv: torch.Tensor,
+    table: DecodeTable,
+    pools: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    out_TVv: torch.Tensor,
     *,
     num_key_heads: int,
     eps: float,
 ) -> None:
-    """Advance each row's slot by its token and write its output. See `LinearAttention` for the arithmetic.
+    """Advance each slot by its sequence's accepted drafts and rows, and write outputs. See `LinearAttention`.
 
-    slots       int64 [B]: a slot with a state, or minus a slot without one, or 0 for rows of padding, which get zeros
-    conv, state the pools [slots, w-1, C] and [slots, V, k, v]
-    out         contiguous
+    pools   conv [slots, w-1, C], state [slots, V, k, v], drafts [slots, D, X] and accepted [slots]
+    out     contiguous; rows of the table's sequences, and rows behind them up to `table.num_rows`, which get zeros
     """
-    assert a_BV.stride(1) == b_BV.stride(1) == 1
-    assert out_BVv.is_contiguous() and state.is_contiguous()
-    num_rows, (_, num_heads, key_dim, value_dim) = len(mixed_BC), state.shape
-    if not num_rows:
+    if not len(table.slots):
         return
-    heads = (num_key_heads, num_heads, key_dim, value_dim)
-    x_BC = _convolved(mixed_BC, conv_weight_Cw, slots, conv, heads, eps)
+    conv, state, drafts, accepted = pools
+    _, num_heads, key_dim, value_dim = state.shape
+    assert out_TVv.is_contiguous() and state.is_contiguous()
+    heads = num_key_heads, num_heads, key_dim, value_dim
+    weights = conv_weight_Cw, neg_exp_a_V, dt_bias_V
+    read = conv, drafts, accepted
+    x_RX = read_decodes(mixed_TC, a_TV, b_TV, *weights, table, read, heads, eps)
     block = min(BLOCK_V, value_dim)
-    _advance[(num_heads * (value_dim // block), num_rows)](
-        x_BC,
-        a_BV,
-        a_BV.stride(0),
-        b_BV,
-        b_BV.stride(0),
-        neg_exp_a_V,
-        dt_bias_V,
-        slots,
-        state,
-        out_BVv,
+    _advance[(num_heads * (value_dim // block), len(table.slots))](
+        *(x_RX, table.slots, table.starts_or_any, accepted, state, out_TVv, table.num_rows),
         KEY_HEADS=num_key_heads,
         GROUP=num_heads // num_key_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK=block,
-        **dependent_launch(num_rows),
+        DRAFTS=drafts.shape[1],
+        SEVERAL=table.starts is not None,
+        **dependent_launch(table.most_rows),
         num_warps=2,
     )
-
-
-def _convolved(
-    mixed_BC: torch.Tensor,
-    conv_weight_Cw: torch.Tensor,
-    slots: torch.Tensor,
-    conv: torch.Tensor,
-    heads: tuple[int, int, int, int],
-    eps: float,
-) -> torch.Tensor:
-    """Return q, k and v, float32 [B, C], q with norms of 1 / sqrt(k) and k of 1; move the tails on by the token.
-
-    heads   K, V, k, v
-    """
-    (num_rows, channels), width = mixed_BC.shape, conv_weight_Cw.shape[1]
-    num_key_heads, num_heads, key_dim, value_dim = heads
-    assert width <= 4 and mixed_BC.stride(1) == 1 and conv_weight_Cw.is_contiguous()
-    x_BC = torch.empty(num_rows, channels, dtype=torch.float32, device=mixed_BC.device)
-    _convolve[(2 * num_key_heads + num_heads, num_rows)](
-        mixed_BC,
-        mixed_BC.stride(0),
-        conv_weight_Cw,
-        slots,
-        conv,
-        x_BC,
-        key_dim**-0.5,
-        eps,
-        KEY_HEADS=num_key_heads,
-        VALUE_HEADS=num_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        WIDTH=width,
-        **dependent_launch(num_rows),
-        num_warps=1,
-    )
-    return x_BC

@@ -66,6 +66,23 @@ def down_tile(mean: float, dtype: torch.dtype, width: int) -> FourBitTile:
     return _tile(mean, dtype, width, num_stages=4)
 
 
+def dense_tile(num_rows: int, dtype: torch.dtype, width: int, num_sms: int) -> FourBitTile:
+    """Return the tile of a product of all rows with one matrix of this many rows, on a GPU of `num_sms` SMs.
+
+    One matrix has few tiles: narrow ones and parts of the depth keep all SMs busy. The fastest of those in
+    docs/results/gpu-four-bit-dense.json.
+    """
+    if dtype != torch.bfloat16:
+        return SLOW
+    if width > BLOCK * num_sms or num_rows > 128:
+        return _tile(num_rows, dtype, width, num_stages=4)
+    if num_rows <= 8:
+        return FourBitTile(16, BLOCK, 4, 4, 4, unroll=2, early=True, splits=MOST_PARTS.value)
+    if num_rows <= 32:
+        return FourBitTile(32, BLOCK, 4, 3, 3, unroll=2, early=True, splits=MOST_PARTS.value)
+    return FourBitTile(64, BLOCK, 4, 3, 2, unroll=2, early=True, splits=MOST_PARTS.value)
+
+
 def _tile(mean: float, dtype: torch.dtype, width: int, num_stages: int) -> FourBitTile:
     """Return the tile of either product with more rows; num_stages: with many."""
     columns = min(128, width)

@@ -1,4 +1,4 @@
-"""Attention over pages with sinks and sliding windows for prompts, and the loop over keys that decodes share.
+"""Attention over pages with sinks and sliding windows for prompts.
 
 A program computes the query rows of one tile: some new tokens of a sequence, with the G query heads that share a KV
 head. It reads no key before the window of its first token.
@@ -57,13 +57,14 @@ def _sinks(sinks_ptr, query_head, used, SINKS: tl.constexpr):
 @triton.jit
 def _half_rows(q, scale):
     """Return q in float16, its rows divided by powers of two, and these times `scale`; float32 stays."""
-    if q.dtype == tl.float32:
-        return q, tl.full((q.shape[0],), 1.0, tl.float32) * scale
-    wide = q.to(tl.float32)
-    exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-    half = (wide * power_of_two(254 - exponent)[:, None]).to(tl.float16)
-    return half, power_of_two(exponent) * scale
+    half, factor = q, tl.full((q.shape[0],), 1.0, tl.float32)
+    if q.dtype != tl.float32:
+        wide = q.to(tl.float32)
+        exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
+        exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+        half = (wide * power_of_two(254 - exponent)[:, None]).to(tl.float16)
+        factor = power_of_two(exponent)
+    return half, factor * scale
 
 
 @triton.jit

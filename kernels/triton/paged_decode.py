@@ -1,19 +1,166 @@
-"""Attention of decodes over pages, in chunks of keys, and the merge of a row's chunks.
+"""Attention of decodes over pages, in chunks of keys, which `decode_merge` merges.
 
-A program computes the G query heads that share a KV head, for the keys of one chunk. It reads no key before the chunk.
+A program computes the G query heads that share a KV head, for the keys of one chunk, and reads no key before it. Keys
+are the rows of its products and query heads the columns, so that 8 heads fill a tensor core's tile.
+Pages in e4m3 (kernels/attention/fp8_pages.py) stay packed in words until they become float16: moved one by one their
+bytes took half of all instructions. The scale of a key multiplies its scores, that of a value its weight; the maximum
+is that of both, so that no weight exceeds 1.
 
 R rows, a decode each; C chunks; H query heads, h KV heads, G = H / h, d head dim.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
-from kernels.triton.paged_attention import KEYS, ROWS, attend
+from kernels.triton.decode_merge import Chunks, merge_chunks
+from kernels.triton.fp8_heads import power_of_two
 
-WARPS = 2  # 48 us with 2, 59 with 4 (128 sequences of 640 tokens, gpt-oss's heads, H200)
+LOG2_E = tl.constexpr(1.4426950408889634)
+COLUMNS = 8  # fewest columns of a product
+
+
+@dataclass(frozen=True)
+class DecodeForm:
+    """Keys at a time, warps of a program, and the most registers of a thread."""
+
+    keys: int
+    num_warps: int
+    registers: int | None = None
+
+
+HALF = DecodeForm(64, 2)
+# With 128 registers four programs fit on an SM: 512 programs (128 sequences, 4 KV heads) then run at a time on 132 SMs,
+# not in two rounds, of which the second is short.
+E4M3 = DecodeForm(128, 4, registers=128)
+
+
+@triton.jit
+def _halves(words):
+    """int32 [N, W] -> float16 [N, 4 W], the e4m3 values of each word in order of memory."""
+    a, b, c, d = tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        .reg .b32 first, second;
+        mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 first, low;
+        cvt.rn.f16x2.e4m3x2 second, high;
+        mov.b32 {$0, $1}, first;
+        mov.b32 {$2, $3}, second;
+        }""",
+        "=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=1,
+    )
+    joined = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(joined, (words.shape[0], 4 * words.shape[1]))
+
+
+@triton.jit
+def _values(x, dtype):
+    """Return the values of words or of e4m3 in `dtype`."""
+    if x.dtype == tl.int32:
+        x = _halves(x)
+    return x.to(dtype)
+
+
+@triton.jit
+def _load(
+    caches,
+    block,
+    key,
+    seen,
+    head,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_2: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Return K and V of these keys as they lie in the cache, and their exponents, without FP8 any numbers."""
+    k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr = caches
+    unit: tl.constexpr = 4 if k_ptr.dtype.element_ty == tl.int32 else 1
+    value, offset = tl.arange(0, HEAD_DIM_2 // unit), key % BLOCK_SIZE
+    row = block * (BLOCK_SIZE * HEADS) + offset * HEADS + head
+    at = row[:, None] * (HEAD_DIM // unit) + value[None, :]
+    exponent_at = block * (HEADS * BLOCK_SIZE) + head * BLOCK_SIZE + offset
+    mask = seen[:, None] & (value < HEAD_DIM // unit)[None, :]
+    k = tl.load(k_ptr + at, mask=mask, other=0.0)
+    v = tl.load(v_ptr + at, mask=mask, other=0.0)
+    k_exponent, v_exponent = key, key
+    if FP8:
+        k_exponent = tl.load(k_exponents_ptr + exponent_at, mask=seen, other=127).to(tl.int32)
+        v_exponent = tl.load(v_exponents_ptr + exponent_at, mask=seen, other=127).to(tl.int32)
+    return k, v, k_exponent, v_exponent
+
+
+@triton.jit
+def _blocks(table_ptr, key, end, BLOCK_SIZE: tl.constexpr):
+    return tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
+
+
+@triton.jit
+def _query(
+    q_ptr,
+    sinks_ptr,
+    begins,
+    query_head,
+    used,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_2: tl.constexpr,
+    SINKS: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Return q [d, G], the power of two that its columns were divided by, maximum and sum of the sinks.
+
+    q is float16 beside pages in e4m3, where it is not float32; else in its own dtype and not divided.
+    begins: the chunk is the first of its row, because a sink counts once.
+    """
+    value = tl.arange(0, HEAD_DIM_2)
+    mask = used[None, :] & (value < HEAD_DIM)[:, None]
+    q = tl.load(q_ptr + query_head[None, :] * HEAD_DIM + value[:, None], mask=mask, other=0)
+    factor = tl.full((q.shape[1],), 1.0, tl.float32)
+    if FP8 and q.dtype != tl.float32:
+        wide = q.to(tl.float32)
+        exponent = tl.max(tl.abs(wide), 0).to(tl.int32, bitcast=True) >> 23
+        exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+        factor = power_of_two(exponent)
+        q = (wide * power_of_two(254 - exponent)[None, :]).to(tl.float16)
+    top = tl.full((q.shape[1],), float("-inf"), tl.float32)
+    total = tl.zeros((q.shape[1],), tl.float32)
+    if SINKS:
+        sinks = tl.load(sinks_ptr + query_head, mask=used, other=0).to(tl.float32) * LOG2_E
+        top, total = tl.where(begins, sinks, top), tl.where(begins, total + 1, total)
+    return q, factor, top, total
+
+
+@triton.jit
+def _merge(q, factor, loaded, seen, top, total, out, FP8: tl.constexpr):
+    """Return the softmax so far merged with loaded keys."""
+    k, v, k_exponent, v_exponent = loaded
+    precision: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
+    scores = tl.dot(_values(k, q.dtype), q, input_precision=precision) * factor[None, :]
+    if FP8:
+        scores *= power_of_two(k_exponent)[:, None]
+        scores += (v_exponent - 127).to(tl.float32)[:, None]
+    scores = tl.where(seen[:, None], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    floor = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
+    weights = tl.exp2(scores - floor[None, :])
+    decay = tl.exp2(top - floor)
+    if FP8:
+        total = total * decay + tl.sum(weights * power_of_two(254 - v_exponent)[:, None], 0)
+    else:
+        total = total * decay + tl.sum(weights, 0)
+    v_dN, weights = _values(v, q.dtype).T, weights.to(q.dtype)
+    out = tl.dot(v_dN, weights, out * decay[None, :], input_precision=precision)
+    return new_top, total, out
 
 
 @triton.jit(
@@ -27,6 +174,8 @@ def paged_decode_kernel(
     q_row,
     k_ptr,
     v_ptr,
+    k_exponents_ptr,
+    v_exponents_ptr,
     out_ptr,
     lse_ptr,
     table_ptr,
@@ -44,9 +193,9 @@ def paged_decode_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_2: tl.constexpr,
-    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """One chunk for one KV head. PARTIAL: rows may have several chunks, which a merge follows."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -54,112 +203,93 @@ def paged_decode_kernel(
     if seq < 0:
         return
     first, end = tl.load(first_ptr + chunk), tl.load(end_ptr + chunk)
-    row = tl.arange(0, ROWS)
-    query_head = head * GROUP + row
-    value = tl.arange(0, HEAD_DIM_2)
-    mask = (row < GROUP)[:, None] & (value < HEAD_DIM)[None, :]
-    head_at = query_head[:, None] * HEAD_DIM + value[None, :]
-    q = tl.load(q_ptr + seq.to(tl.int64) * q_row + head_at, mask=mask, other=0)
-    begins = tl.load(starts_ptr + seq) == chunk  # a sink counts once
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    if SINKS:
-        sinks = tl.load(sinks_ptr + query_head, mask=row < GROUP, other=0).to(tl.float32)
-        top = tl.where(begins, sinks, top)
-        total = tl.where(begins, total + 1, total)
-    top, total, out = attend(
-        *(q, k_ptr, v_ptr, k_ptr, v_ptr, table_ptr + seq.to(tl.int64) * table_row, top, total),
-        *(first // KEYS * KEYS, end, first, end + tl.zeros((ROWS,), tl.int32), head),
-        *(value, scale, 0, BLOCK_SIZE, HEADS, HEAD_DIM, KEYS, PRECISION, False),
+    column = tl.arange(0, COLUMNS)
+    query_head, used = head * GROUP + column, column < GROUP
+    q_ptr += seq.to(tl.int64) * q_row
+    begins = tl.load(starts_ptr + seq) == chunk
+    q, factor, top, total = _query(
+        q_ptr, sinks_ptr, begins, query_head, used, HEAD_DIM, HEAD_DIM_2, SINKS, FP8
     )
+    factor *= scale * LOG2_E
+    out = tl.zeros(q.shape, tl.float32)
+    caches = (k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr)
+    table_ptr += seq.to(tl.int64) * table_row
+    key = first // KEYS * KEYS + tl.arange(0, KEYS)
+    block = _blocks(table_ptr, key, end, BLOCK_SIZE)
+    for _ in tl.range(first // KEYS * KEYS, end, KEYS, num_stages=1):
+        seen = (key >= first) & (key < end)
+        tile = _load(caches, block, key, seen, head, BLOCK_SIZE, HEADS, HEAD_DIM, HEAD_DIM_2, FP8)
+        key += KEYS
+        block = _blocks(table_ptr, key, end, BLOCK_SIZE)
+        top, total, out = _merge(q, factor, tile, seen, top, total, out, FP8)
+    of = (chunk, seq, query_head, used)
+    _store(out_ptr, lse_ptr, of, top, total, out, HEADS * GROUP, HEAD_DIM, HEAD_DIM_2, PARTIAL)
+
+
+@triton.jit
+def _store(
+    out_ptr,
+    lse_ptr,
+    of,
+    top,
+    total,
+    out,
+    ALL_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_2: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Store the output of the row, or that of the chunk with its log-sum-exp in base e."""
+    chunk, seq, query_head, used = of
     total = tl.where(total == 0, 1.0, total)
-    out = out / total[:, None]
+    out = out / total[None, :]
     at = seq
     if PARTIAL:
         at = chunk
-        lse = tl.where(top == float("-inf"), top, top + tl.log(total))
-        tl.store(lse_ptr + chunk * (HEADS * GROUP) + query_head, lse, mask=row < GROUP)
-    out_at = at.to(tl.int64) * (HEADS * GROUP * HEAD_DIM) + head_at
-    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["starts_ptr"])
-def merge_chunks_kernel(
-    partial_ptr,
-    lse_ptr,
-    starts_ptr,
-    out_ptr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_2: tl.constexpr,
-):
-    """One head of one row: the softmax over all chunks of the row."""
-    row, head = tl.program_id(0), tl.program_id(1)
+        lse = tl.where(top == float("-inf"), top, (top + tl.log2(total)) / LOG2_E)
+        tl.store(lse_ptr + chunk * ALL_HEADS + query_head, lse, mask=used)
     value = tl.arange(0, HEAD_DIM_2)
-    mask = value < HEAD_DIM
-    out = tl.zeros((HEAD_DIM_2,), tl.float32)
-    top = tl.full((HEAD_DIM_2,), float("-inf"), tl.float32)
-    total = tl.zeros((HEAD_DIM_2,), tl.float32)
-    for chunk in range(tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)):
-        at = chunk * NUM_HEADS + head
-        lse = tl.load(lse_ptr + at)
-        found = tl.load(partial_ptr + at.to(tl.int64) * HEAD_DIM + value, mask=mask, other=0)
-        new_top = tl.maximum(top, lse)
-        floor = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
-        weight, decay = tl.exp(lse - floor), tl.exp(top - floor)
-        out = out * decay + found * weight
-        total = total * decay + weight
-        top = new_top
-    out = out / tl.where(total == 0, 1.0, total)
-    out_at = (row * NUM_HEADS + head).to(tl.int64) * HEAD_DIM + value
+    mask = used[None, :] & (value < HEAD_DIM)[:, None]
+    out_at = at.to(tl.int64) * (ALL_HEADS * HEAD_DIM)
+    out_at += query_head[None, :] * HEAD_DIM + value[:, None]
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """`DecodeChunks` on the device, with the block table of the rows; cut: a row may have several chunks.
-
-    block_table  int64 [>= R, max_blocks]; entries that no chunk has may be any
-    """
-
-    seqs: torch.Tensor
-    firsts: torch.Tensor
-    ends: torch.Tensor
-    starts: torch.Tensor
-    block_table: torch.Tensor
-    cut: bool
 
 
 def paged_decode(
     q_RHd: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    caches: Sequence[torch.Tensor],
     out_RHd: torch.Tensor,
     chunks: Chunks,
     *,
     scale: float,
     sinks_H: torch.Tensor | None,
+    form: DecodeForm | None = None,
 ) -> None:
     """Write the attention of all rows to out_RHd; K and V of the new tokens are in the cache already.
 
-    q             rows of contiguous heads, any stride between rows; out is contiguous
-    k, v cache    [num_blocks, block_size, h, d]
-    sinks         float32 [H]
+    q        rows of contiguous heads, any stride between rows; out is contiguous
+    caches   K, V [num_blocks, block_size, h, d], in float8_e4m3fn with their exponents [num_blocks, h, block_size]
+    sinks    float32 [H]
+    form     None: the fastest
     """
     num_rows, num_heads, head_dim = q_RHd.shape
+    k_cache, v_cache, *exponents = caches
     _, block_size, num_kv_heads, _ = k_cache.shape
-    group = num_heads // num_kv_heads
-    num_chunks, padded_dim = len(chunks.seqs), max(16, triton.next_power_of_2(head_dim))
+    group, num_chunks = num_heads // num_kv_heads, len(chunks.seqs)
     assert q_RHd.stride()[1:] == (head_dim, 1) and out_RHd.is_contiguous()
     if not num_rows:
         return
+    form = form or (E4M3 if exponents else HALF)
+    # The interpreter knows no assembly.
+    if exponents and head_dim % 4 == 0 and not knobs.runtime.interpret:
+        k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
     partial, lse = out_RHd, out_RHd
     if chunks.cut:
         partial = q_RHd.new_empty(num_chunks, num_heads, head_dim, dtype=torch.float32)
         lse = partial.new_empty(num_chunks, num_heads)
     paged_decode_kernel[(num_chunks, num_kv_heads)](
-        *(q_RHd, q_RHd.stride(0), k_cache, v_cache, partial, lse),
-        *(chunks.block_table, chunks.block_table.stride(0)),
+        *(q_RHd, q_RHd.stride(0), k_cache, v_cache, *(exponents or (k_cache, v_cache))),
+        *(partial, lse, chunks.block_table, chunks.block_table.stride(0)),
         *(chunks.seqs, chunks.firsts, chunks.ends, chunks.starts),
         *(lse if sinks_H is None else sinks_H, scale),
         SINKS=sinks_H is not None,
@@ -168,25 +298,12 @@ def paged_decode(
         HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        HEAD_DIM_2=padded_dim,
-        ROWS=max(ROWS, triton.next_power_of_2(group)),
-        KEYS=KEYS,
-        PRECISION="ieee" if q_RHd.dtype == torch.float32 else "tf32",
-        num_warps=WARPS,
+        HEAD_DIM_2=max(16, triton.next_power_of_2(head_dim)),
+        COLUMNS=max(COLUMNS, triton.next_power_of_2(group)),
+        KEYS=form.keys,
+        FP8=bool(exponents),
+        num_warps=form.num_warps,
+        maxnreg=form.registers,
     )
     if chunks.cut:
         merge_chunks(partial, lse, chunks, out_RHd)
-
-
-def merge_chunks(
-    partial_CHd: torch.Tensor, lse_CH: torch.Tensor, chunks: Chunks, out_RHd: torch.Tensor
-) -> None:
-    """Write the softmax over all chunks of each row to out_RHd. partial, lse: float32, of each chunk."""
-    num_rows, num_heads, head_dim = out_RHd.shape
-    merge_chunks_kernel[(num_rows, num_heads)](
-        *(partial_CHd, lse_CH, chunks.starts, out_RHd),
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_2=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=1,
-    )

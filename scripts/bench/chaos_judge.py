@@ -15,7 +15,7 @@ import httpx
 from scripts.bench.chaos_streams import Answer, Difference, Found, Request, stream
 from scripts.bench.chaos_victim import Victim
 
-TRIES = 128
+TRIES = 1024
 AT_ONCE = 16
 
 

@@ -14,6 +14,8 @@ import re
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ LOADS = (
 )
 LOADS_RANKS = 4
 SHAPE = "qwen3-30b-a3b"  # the model folder that gets the published tokenizer
+# Counters of a rank; drafts: how many times a sequence had draft tokens in a step.
+COUNTERS = ("idle_steps", "preemptions", "drafts", "draft_tokens", "accepted_tokens")
 START_TIMEOUT_S = 900.0  # the first start on a machine compiles
 STAGE = re.compile(r"^  (\S.*?) +([\d.]+) s$", re.MULTILINE)
 
@@ -56,36 +60,51 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Options, with those that were left out filled in."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "gpu-bench.yaml")
-    parser.add_argument("--ranks", type=int, help="default: the GPUs that are here")
     parser.add_argument("--scale", type=float, help="factor of requests in flight: ranks / 4")
     parser.add_argument("--lengths", type=float, default=1.0, help="factor of prompts and answers")
-    parser.add_argument("--waves", type=int, default=2, help="requests for each one in flight")
     loads = names_of(map(str, range(len(LOADS))))
     parser.add_argument("--loads", type=loads, default="0,1,2", help="which of the loads, from 0")
-    parser.add_argument("--shape", choices=released_shapes.SHAPES, help="in place of the model")
     parser.add_argument(
         "--load", action="append", type=three, metavar="FLIGHT/IN/OUT", help="in place of --loads"
     )
+    parser.add_argument(
+        "--against", action="append", default=[], help="setting of a second server, to compare with"
+    )
+    add_server_options(parser)
+    results.add_options(parser, "gpu-serving")
+    options = parser.parse_args()
+    find_ranks(parser, options)
+    options.scale = options.scale or options.ranks / LOADS_RANKS
+    return options
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a server on GPUs and of its model."""
+    parser.add_argument("--ranks", type=int, help="default: the GPUs that are here")
+    parser.add_argument("--waves", type=int, default=2, help="requests for each one in flight")
+    parser.add_argument("--log", type=Path, help="keep the server's output here")
+    add_model_options(parser)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `model_settings`, beside `ranks`."""
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "gpu-bench.yaml")
+    parser.add_argument("--shape", choices=released_shapes.SHAPES, help="in place of the model")
     parser.add_argument("--layers", type=int, help="of the shape; default: all")
     parser.add_argument(
         "--quantization", choices=released_shapes.QUANTIZATIONS, help="of the shape's checkpoint"
     )
     parser.add_argument("--set", action="append", default=[], help="setting of the server")
     parser.add_argument(
-        "--against", action="append", default=[], help="setting of a second server, to compare with"
-    )
-    parser.add_argument(
         "--vocabulary", type=Path, help="qwen.tiktoken; default: of an installed dashscope"
     )
-    parser.add_argument("--log", type=Path, help="keep the server's output here")
-    results.add_options(parser, "gpu-serving")
-    options = parser.parse_args()
+
+
+def find_ranks(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Set `options.ranks` to the GPUs of this machine if it was left out; end the command if there is none."""
     options.ranks = options.ranks or len(machine.hardware()["gpus"])
     if not options.ranks and not options.redraw:
         parser.error("no GPU was found; --ranks says how many ranks to start")
-    options.scale = options.scale or options.ranks / LOADS_RANKS
-    return options
 
 
 def three(text: str) -> tuple[int, int, int]:
@@ -96,18 +115,26 @@ def three(text: str) -> tuple[int, int, int]:
 
 def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     """Return the report of one server, and of a second one that differs in the settings `--against`."""
+    with model_settings(options) as (model, published):
+        return measure_with(options, log, model, published)
+
+
+@contextmanager
+def model_settings(options: argparse.Namespace) -> Iterator[tuple[list[str], bool]]:
+    """Yield the settings of the model that the options name, and whether they bring the published tokenizer."""
     config = server_config(options.config, [f"cluster.ranks={options.ranks}", *options.set])
     with tempfile.TemporaryDirectory(prefix="phalanx-model-") as folder:
         if options.shape is None:
             tokenizer = published_tokenizer(config.model.folder, options.vocabulary, Path(folder))
-            return measure_with(options, log, tokenizer, bool(tokenizer))
+            yield tokenizer, bool(tokenizer)
+            return
         options.layers = (
             options.layers or released_shapes.SHAPES[options.shape]["num_hidden_layers"]
         )
         shape = released_shapes.model_folder(
             options.shape, options.layers, Path(folder), options.quantization
         )
-        return measure_with(options, log, [f"model.path={shape}"], False)
+        yield [f"model.path={shape}"], False
 
 
 def published_tokenizer(model: Path, vocabulary: Path | None, folder: Path) -> list[str]:
@@ -129,17 +156,11 @@ def measure_with(
     """Measure with these settings of the model; published: they bring the published tokenizer."""
     settings = [f"cluster.ranks={options.ranks}", *model, *options.set]
     served = serve(options, settings, log)
-    on_cpu = served["resolved"]["config"]["cluster"]["device"] == "cpu"
-    origin = results.origin(0 if on_cpu else options.ranks, options.commit, served=True)
     report = {
         "method": __doc__,
-        **origin,
-        "assumed_hardware": asdict(Hardware.of(origin["hardware"]["gpus"])),
-        "ranks": options.ranks,
+        **made_at(options, served),
         "scale": options.scale,
         "published_tokenizer": published,
-        "shape": options.shape and [options.shape, options.layers, options.quantization == "fp8"],
-        "quantization": options.quantization,
         **served,
     }
     if options.against:
@@ -148,8 +169,21 @@ def measure_with(
     return report
 
 
+def made_at(options: argparse.Namespace, served: dict[str, Any]) -> dict[str, Any]:
+    """Return where a server was measured, the hardware of its floors, and its ranks and shape."""
+    on_cpu = served["resolved"]["config"]["cluster"]["device"] == "cpu"
+    origin = results.origin(0 if on_cpu else options.ranks, options.commit, served=True)
+    return {
+        **origin,
+        "assumed_hardware": asdict(Hardware.of(origin["hardware"]["gpus"])),
+        "ranks": options.ranks,
+        "shape": options.shape and [options.shape, options.layers, options.quantization == "fp8"],
+        "quantization": options.quantization,
+    }
+
+
 def serve(options: argparse.Namespace, settings: list[str], log: Path) -> dict[str, Any]:
-    """Start a server, load it, stop it."""
+    """Start a server, load it with `make_loads`, stop it."""
     found, port = resolved(options.config, settings), free_port()
     command = phalanx("serve", options.config, [f"serve.port={port}", *settings])
     server = ServerProcess(
@@ -178,9 +212,8 @@ def make_loads(options: argparse.Namespace) -> list[Load]:
         (max(1, round(in_flight * options.scale)), *lengths)
         for in_flight, *lengths in (LOADS[int(index)] for index in options.loads)
     ]
-    loads = []
-    for seed, (concurrency, input_len, output_len) in enumerate(options.load or chosen):
-        load = Load(
+    return [
+        Load(
             endpoint="completions",
             requests=options.waves * concurrency,
             concurrency=concurrency,
@@ -195,8 +228,8 @@ def make_loads(options: argparse.Namespace) -> list[Load]:
             vocab_size=256,
             timeout_s=600.0,
         )
-        loads.append(load)
-    return loads
+        for seed, (concurrency, input_len, output_len) in enumerate(options.load or chosen)
+    ]
 
 
 def run_load(server: ServerProcess, load: Load, resolved: dict[str, Any]) -> dict[str, Any]:
@@ -262,8 +295,7 @@ def steps_between(before: list[dict], after: list[dict]) -> list[dict[str, Any]]
         found.append(
             {
                 "steps": steps,
-                "idle_steps": new["idle_steps"] - old["idle_steps"],
-                "preemptions": new["preemptions"] - old["preemptions"],
+                **{name: new[name] - old[name] for name in COUNTERS},
                 "ms_per_step": {name: round(value, 4) for name, value in parts.items()},
             }
         )

@@ -15,9 +15,11 @@ from workers.models.registry import load_model_config
 SAMPLES = [
     # family, ranks, all-to-all, drafts, tokens of a step, asynchronous, ranks with requests
     ("glm4_moe", 2, "shm", 3, 32, False, 1),
+    ("qwen3_next", 2, "shm", 3, 32, True, 1),
+    ("qwen3_5_moe", 1, "local", 2, 16, False, 1),
     pytest.param(*("deepseek_v3", 2, "allgather", 4, 64, True, 2), marks=pytest.mark.exhaustive),
 ]
-FAMILIES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "eagle3")
+FAMILIES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "eagle3")
 LIMITS = ((1, 48, 1), (2, 16, 2), (5, 64, 4))  # drafts, tokens of a step, ranks with requests
 EXCHANGES = ((1, "local"), (2, "torch_dist"), (3, "allgather"), (4, "hierarchical"))
 
@@ -51,8 +53,8 @@ def test_tokens_equal_those_without_a_draft_model(
         draft = make_eagle3(tmp_path / "draft", load_model_config(checkpoint))
         speculation: dict[str, Any] = {"method": "eagle3", "draft_model": str(draft)}
     else:
-        changes = {"mtp": True, "num_nextn_predict_layers": 1}
-        checkpoint = family_checkpoint(tmp_path, family, "untied", **changes)
+        changes = {} if family.startswith("qwen3") else {"num_nextn_predict_layers": 1}
+        checkpoint = family_checkpoint(tmp_path, family, "untied", mtp=True, **changes)
         speculation = {"method": "mtp"}
     chance = random.Random(most)
     events = []

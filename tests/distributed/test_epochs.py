@@ -226,14 +226,19 @@ def test_rebuilt_epochs_leak_nothing_and_change_no_token(
     assert set(SHM.glob("phalanx-*")) <= segments, "a segment of shared memory is left"
 
 
-def test_states_of_linear_attention_stay_over_rebuilds(rank_pool, tmp_path: Path):
-    """A request that comes again goes on from the state that an earlier epoch kept at the end of its prompt."""
+@pytest.mark.parametrize("method", ["off", "ngram"])
+def test_states_of_linear_attention_stay_over_rebuilds(rank_pool, tmp_path: Path, method: str):
+    """A request that comes again goes on from the state that an earlier epoch kept at the end of its prompt.
+
+    With drafts, slots have accepted drafts of sequences of the epoch before.
+    """
     num_epochs = 6
     config = rank_config(
         make_checkpoint(tmp_path / "model", family="qwen3_next", num_layers=2, hidden_size=32),
         NUM_RANKS,
         model={"max_model_len": 512},
         cache={"num_blocks": 128},
+        speculation={"method": method, "num_draft_tokens": 2, "adaptive": False},
     ).model_copy(update={"vote_timeout_s": 10.0})
     requests = [
         [

@@ -1,7 +1,9 @@
 """flashinfer's attention: the contract of all backends, graphs, and the kernels of ours around it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -203,6 +205,51 @@ def test_graphs_equal_eager(specs: Sequence[AttentionSpec]):
             case.capture(size, form)
     for size, i in sorted(pages, key=lambda key: key[1]):
         case.check(size, i, attention.forms(size, prompts=False))
+
+
+@pytest.mark.parametrize("specs", [(QWEN3_SPEC,) * NUM_LAYERS, DIFFERENT_LAYERS])
+@torch.inference_mode()
+def test_captured_decodes_may_be_shorter_than_planned(specs: Sequence[AttentionSpec]):
+    """Lengths on the device against a plan of these lengths: less by a page and more, and on other chunks."""
+    sizes = {size: batches[:2] for size, batches in STEPS.items()}
+    case = Replayed(sizes, specs)
+    attention = case.attention
+    lens, slots = torch.zeros(100, dtype=torch.int32).cuda(), torch.full((100,), -1).cuda()
+
+    def forward(size: int) -> list[torch.Tensor]:
+        attention.shorten(lens[:size].clone().clamp(max=1), slots[:size] * 0 - 1)
+        attention.shorten(lens[:size], slots[:size])
+        return case.forward(size)
+
+    for size, form in ((size, form) for size in sizes for form in (0, 1)):
+        attention.plan_graph(case.pages[size, 0].batch(), size, GraphForm(form))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            forward(size)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = forward(size)
+        for i in range(len(sizes[size])):
+            page = case.pages[size, i]
+            batch, count = page.batch(), len(page.slots)
+            for new, layer in zip(case.new, page.layers, strict=True):
+                for buffer, rows in zip(new, (layer.q, layer.k, layer.v), strict=True):
+                    buffer.fill_(7.0)[:count] = rows
+            for mine, theirs in zip(case.caches, page.caches, strict=True):
+                mine.zero_()[:, : theirs.shape[1]] = theirs
+            attention.plan(batch)
+            expected = case.forward(size)
+            more = np.arange(count, dtype=np.int32) * 13 % 40
+            table = torch.cat((page.block_table, page.block_table[:, :1].expand(-1, 3)), 1)
+            longer = replace(batch, seq_lens_cpu=batch.seq_lens_cpu + more, block_table=table)
+            attention.plan_graph(longer, size, GraphForm(form))
+            lens.zero_()[:count] = torch.from_numpy(batch.seq_lens_cpu).cuda()
+            slots.fill_(-1)[:count] = page.slots
+            graph.replay()
+            for found, wanted in zip(out, expected, strict=True):
+                close = {"atol": 1e-2, "rtol": 1e-2, "msg": str((size, i, form))}
+                torch.testing.assert_close(found[:count], wanted[:count], **close)
+                assert not found[count:].count_nonzero(), (size, i, form)
 
 
 @pytest.mark.parametrize("specs", [(QWEN3_SPEC,) * NUM_LAYERS, DIFFERENT_LAYERS])

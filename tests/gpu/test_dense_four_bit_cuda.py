@@ -8,6 +8,7 @@ from kernels import dense_four_bit
 from kernels.backends.select import probe
 from kernels.four_bit import FourBitWeights, quantise_four_bit
 from kernels.four_bit_format import FourBitFormat
+from kernels.triton.expand_four_bit import expand_four_bit
 from tests.closeness import calc_diff
 from workers.layers.linear import FourBitLinear
 
@@ -17,7 +18,7 @@ pytestmark = [
 ]
 # Qwen3-30B-A3B's q, k and v; its output; MLA's down-projection of DeepSeek-V3; one tile of rows
 SHAPES = [(5120, 2048), (2048, 4096), (2112, 7168), (64, 128)]
-ROWS = [0, 1, 3, 16, 64, 65, 300, 4096]
+ROWS = [0, 1, 3, 16, 17, 33, 64, 65, 300, 600, 4096]
 FORMATS = [
     FourBitFormat("mxfp4", 32),
     FourBitFormat("int4", 128),
@@ -77,7 +78,18 @@ def test_bias_and_residual() -> None:
     assert calc_diff(found, expected + start_TN.float()) < 2e-5
 
 
-@pytest.mark.parametrize("num_rows", [1, 17, 300])
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@torch.inference_mode()
+def test_expanded_values_are_rounded_once(shape: tuple[int, int], form: FourBitFormat) -> None:
+    packed, w_NK = weights(form, *shape)
+    found = expand_four_bit(packed, torch.bfloat16)
+    assert torch.allclose(found.float(), w_NK, rtol=2**-7, atol=0)
+    if form.kind == "mxfp4":
+        assert torch.equal(found.float(), w_NK)
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 33, 300, 600])
 @torch.inference_mode()
 def test_a_graph_equals_eager_and_never_waits(num_rows: int) -> None:
     packed, _ = weights(FORMATS[0], 5120, 2048)

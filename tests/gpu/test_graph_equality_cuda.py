@@ -159,7 +159,7 @@ class Compared:
         before_Ls = load.counts_Ls.clone()
         replayed = self._replay(batch, key)
         of_replay_Ls = load.counts_Ls - before_Ls
-        planner.plan_graph(batch, key.rows, form)
+        planner.plan_graph(batch, key.rows, form, prompts=prompts)
         load.begin()
         same = self._eager(batch, key)
         load.finish()

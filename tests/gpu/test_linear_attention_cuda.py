@@ -1,14 +1,17 @@
 """Linear attention in CUDA graphs: one capture serves batches of any sequences, and padding touches no state."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kernels.attention.batch import AttentionBatch
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
-from kernels.linear_attention.base import LinearStates
+from kernels.linear_attention.base import LinearAttention, LinearStates
 from kernels.linear_attention.triton_delta import TritonLinearAttention
+from tests.draft_steps import DraftSteps, Rows, Weights, eager
 from tests.linear_case import LinearCase
 
 pytestmark = [
@@ -103,3 +106,66 @@ def check(
     padding = captured.num_rows - sum(new for _, new in seqs)
     case = LinearCase([SPEC], seqs, padding=padding, dtype=torch.bfloat16, seed=seed, device="cuda")
     case.check(0, captured.replay(case), tolerance)
+
+
+class CapturedDrafts:
+    """A graph of one layer that serves sequences with drafts, and with prompts too where `prompts` is true."""
+
+    def __init__(self, rows: int, *, prompts: bool):
+        self.num_rows, self.prompts = rows, prompts
+        self.replays = 0
+
+    def capture(self, subject: LinearAttention) -> None:
+        """Capture the subject, bound to its states."""
+        heads, cuda = SPEC.num_value_heads, torch.device("cuda")
+        subject.reserve_graphs(self.num_rows, SEQS)
+        new: dict[str, Any] = {"dtype": torch.bfloat16, "device": cuda}
+        self.rows = [
+            torch.zeros(self.num_rows, width, **new) for width in (SPEC.channels, heads, heads)
+        ]
+        gates = torch.zeros(2, heads, device=cuda)
+        self.weights = [torch.zeros(SPEC.channels, SPEC.conv_width, **new), *gates]
+        decodes = AttentionBatch.dummy_decodes(SEQS, cuda)
+        subject.plan_graph(decodes, self.num_rows, prompts=self.prompts, drafts=True)
+        subject(*self.rows, 0, *self.weights)  # compiles
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.out = subject(*self.rows, 0, *self.weights)
+
+    def __call__(
+        self, subject: LinearAttention, batch: AttentionBatch, rows: Rows, weights: Weights
+    ) -> torch.Tensor:
+        """Run a forward: a replay, but an eager one where a prompt is in a graph without prompts."""
+        if batch.num_prompts and not self.prompts:
+            return eager(subject, batch, rows, weights)
+        for target, source in zip(self.rows, rows, strict=True):
+            target.fill_(1.0)
+            target[: len(source)] = source
+        for kept, given in zip(self.weights, weights, strict=True):
+            kept.copy_(given)
+        subject.plan_graph(batch, self.num_rows, prompts=self.prompts, drafts=True)
+        self.graph.replay()
+        self.replays += 1
+        assert not self.out[batch.num_tokens :].any()
+        return self.out[: len(rows[0])].clone()
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+@torch.inference_mode()
+def test_one_capture_serves_all_steps_with_drafts(prompts: bool) -> None:
+    """Any numbers of rows and of accepted drafts, which the graph reads on the device."""
+    for seed in range(3):
+        captured = CapturedDrafts(SEQS * 9, prompts=prompts)
+        steps = DraftSteps(
+            *(TritonLinearAttention, SPEC, [40, 2, 25, 31, 9], 3),
+            dtype=torch.bfloat16,
+            device="cuda",
+            seed=seed,
+            forward=captured,
+            tolerance=PROMPTS,
+        )
+        captured.capture(steps.subject)
+        for pool in (steps.subject.states[0].conv, steps.subject.states[0].state):
+            assert pool[1:].isnan().all(), "the capture wrote a slot of a sequence"
+        steps.finish(np.random.default_rng(seed))
+        assert captured.replays > 5

@@ -51,8 +51,8 @@ def norm_rotate_store(at: Inputs, *, norm: bool, rotary_dim: int, fp8: bool = Fa
 
 def decodes(at: Inputs, *, cut: bool, sinks: bool = True, fp8: bool = False) -> None:
     """Decodes of 8 query heads for each KV head."""
-    from kernels.triton.paged_decode import Chunks, paged_decode
-    from kernels.triton.paged_decode_fp8 import paged_decode_fp8
+    from kernels.triton.decode_merge import Chunks
+    from kernels.triton.paged_decode import paged_decode
 
     q = at.rows(8 * HEADS, HEAD_DIM)
     parts = (at.size, at.size, at.size, at.size + 1)
@@ -60,10 +60,8 @@ def decodes(at: Inputs, *, cut: bool, sinks: bool = True, fp8: bool = False) -> 
     chunks = Chunks(*whole[at.offset :].split(parts), at.slice(at.size), cut)
     of_heads = torch.zeros(at.offset + 8 * HEADS, device=at.device)[at.offset :]
     options = {"scale": 0.1, "sinks_H": of_heads if sinks else None}
-    if fp8:
-        paged_decode_fp8(q, at.fp8_caches(), torch.empty_like(q), chunks, **options)
-    else:
-        paged_decode(q, *at.caches(), torch.empty_like(q), chunks, **options)
+    caches = at.fp8_caches() if fp8 else at.caches()
+    paged_decode(q, caches, torch.empty_like(q), chunks, **options)
 
 
 def prompts(at: Inputs, *, window: int | None, fp8: bool = False) -> None:

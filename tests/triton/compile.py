@@ -42,7 +42,6 @@ LARGE = (
     "push_rows_kernel",
     "push_sums_kernel",
     "paged_decode_kernel",
-    "paged_decode_fp8_kernel",
 )
 
 

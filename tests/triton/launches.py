@@ -83,19 +83,25 @@ def _gates(at: Inputs) -> None:
     gated_sum(at.rows(WIDTH), at.rows(WIDTH), wide.flatten()[: at.size])
 
 
-def _linear_attention(at: Inputs, *, prompts: bool, states: str = "float32") -> None:
+def _linear_attention(
+    at: Inputs, *, prompts: bool, states: str = "float32", drafts: int = 0
+) -> None:
     """Rows of a projection that holds the gates too, as they are in a model; then the gated norm."""
     from kernels.interface.linear_attention_spec import LinearAttentionSpec
     from kernels.linear_attention.triton_delta import TritonLinearAttention
     from kernels.triton.gated_norm import gated_rms_norm, gated_rms_norm_fp8
 
-    spec = LinearAttentionSpec(2, HEADS, HEAD_DIM, HEAD_DIM, 4, states)
-    subject, new = TritonLinearAttention([spec]), 65 if prompts else 1
+    spec = LinearAttentionSpec(2, HEADS, HEAD_DIM, HEAD_DIM, 4, states, drafts)
+    subject, new = TritonLinearAttention([spec]), 65 if prompts else 1 + drafts
     device = torch.device(at.device)
     subject.bind(subject.allocate([spec], 2, torch.bfloat16, device))
     batch = AttentionBatch.dummy_decodes(at.size, device)
     starts = new * batch.query_start_loc_cpu
-    counts = {"num_tokens": new * at.size, "num_single_rows": 0 if prompts else at.size}
+    counts = {
+        "num_tokens": new * at.size,
+        "num_single_rows": at.size if new == 1 else 0,
+        "num_verify": at.size if drafts else 0,
+    }
     subject.plan(
         replace(
             batch,
@@ -261,6 +267,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "latents": _latents,
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
+    "linear_attention_of_drafts": partial(_linear_attention, prompts=False, drafts=3),
     "linear_attention_of_prompts": partial(_linear_attention, prompts=True),
     "linear_attention_of_decodes_bf16": partial(
         _linear_attention, prompts=False, states="bfloat16"

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from kernels.all2all.base import ExpertInput
+from kernels.four_bit import FourBitWeights
 from kernels.four_bit_format import FourBitFormat
 from kernels.grouped_gemm.triton_four_bit import TritonFourBit
 from kernels.routing.device_routing import DeviceRouting, route_on_device
@@ -34,6 +35,13 @@ def _products(at: Inputs, form: FourBitFormat, *, biases: bool = False) -> None:
     gemm(rows, *weights, "clamped_swiglu" if biases else "silu", added)
 
 
+def _expanded(at: Inputs, form: FourBitFormat) -> None:
+    from kernels.triton.expand_four_bit import expand_four_bit
+
+    weights = FourBitWeights.empty(form, 2 * WIDTH, WIDTH, device=at.device, tiled=True)
+    expand_four_bit(weights, torch.bfloat16)
+
+
 def _tiles(rows_per_expert: float, form: FourBitFormat) -> list[int]:
     """Launch the products of Qwen3-30B-A3B's experts of one rank of four; how many programs an SM shall hold."""
     expected = int(EXPERTS * rows_per_expert)
@@ -54,6 +62,9 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "grouped_gemm_mxfp4": partial(_products, form=MXFP4, biases=True),
     "grouped_gemm_int4": partial(_products, form=INT4),
     "grouped_gemm_int4_ordered": partial(_products, form=ORDERED),
+    "expand_mxfp4": partial(_expanded, form=MXFP4),
+    "expand_int4": partial(_expanded, form=INT4),
+    "expand_int4_ordered": partial(_expanded, form=ORDERED),
 }
 LAUNCHES: dict[str, Callable[[], list[int]]] = {
     **{

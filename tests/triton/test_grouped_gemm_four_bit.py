@@ -11,6 +11,7 @@ from kernels.four_bit_format import FourBitFormat
 from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.triton_four_bit import TritonFourBit
 from kernels.routing.device_routing import route_on_device
+from kernels.triton.expand_four_bit import expand_four_bit
 from tests.closeness import calc_diff
 from tests.in_turn import in_turn
 from tests.triton.device import DEVICE, compiled_only
@@ -48,6 +49,19 @@ def test_equals_float32(form: FourBitFormat, dtype: torch.dtype, num_rows: int, 
 @torch.inference_mode()
 def test_biases_and_clamped_activation(form: FourBitFormat, dtype: torch.dtype):
     check(form, 20, dtype, False, "clamped_swiglu", bias=True)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@torch.inference_mode()
+def test_expanded_to_memory(form: FourBitFormat):
+    """Exact but for the rounding of the values' dtype, columns in the order of the input."""
+    matrix = quantise_four_bit(torch.randn(128, 256) / 16, form)
+    if matrix.order is not None:
+        matrix.order.copy_(torch.randperm(256))
+    weights = FourBitWeights.empty(form, 128, 256, device=DEVICE, tiled=True)
+    weights.set(matrix)
+    found = expand_four_bit(weights, torch.float32)
+    assert torch.equal(found.cpu(), matrix.dequantise())
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.linear_attention import prompt_table
 from kernels.linear_attention.triton_delta import TritonLinearAttention
 from tests.closeness import calc_diff
+from tests.draft_steps import DraftSteps, eager, in_ubatches
 from tests.linear_case import BATCHES, SPECS, LinearCase, check, recurrence
 from tests.triton.device import COMPILED, DEVICE, compiled_only
 
@@ -18,6 +20,14 @@ REAL = LinearAttentionSpec(16, 32, 128, 128, 4)  # of Qwen3.6-35B-A3B
 SHORT = ["nothing", "decodes", "first_tokens", "new_prompt", "short_prompts"]
 # Products of prompts have operands of 16 bits, keys and queries too.
 PRODUCTS = {torch.float32: None, torch.float16: 2e-6, torch.bfloat16: 1e-4}
+# Shape of heads, dtype of the hidden states, rows at which ubatches are cut.
+DRAFTED = [
+    ("two_value_heads", torch.float32, [2, 5]),
+    ("conv_of_two", torch.float16, []),
+    *compiled_only(
+        *((spec, torch.bfloat16, cuts) for spec in sorted(SPECS) for cuts in ([], [3], [2, 5]))
+    ),
+]
 DTYPES = [torch.float32, torch.float16, *compiled_only(torch.bfloat16)]
 
 
@@ -198,3 +208,44 @@ def test_equal_keys_without_decay():
     subject.bind(case.states)
     subject.plan(case.batch())
     case.check(0, case.run(subject, 0), 1e-5 if COMPILED else 1e-8)
+
+
+@pytest.mark.parametrize(("spec", "dtype", "cuts"), DRAFTED)
+@torch.inference_mode()
+def test_states_behind_accepted_drafts_are_those_of_single_tokens(
+    spec: str, dtype: torch.dtype, cuts: list[int]
+):
+    """Steps of prompts, decodes and drafts, whole and in ubatches; slots that had other sequences before."""
+    steps = DraftSteps(
+        *(TritonLinearAttention, SPECS[spec], [14, 2, 9], 3),
+        dtype=dtype,
+        device=DEVICE,
+        forward=in_ubatches(cuts),
+        tolerance=PRODUCTS[dtype],
+    )
+    steps.finish(np.random.default_rng(3))
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+@torch.inference_mode()
+def test_steps_of_fixed_rows_with_drafts(prompts: bool):
+    """As graphs are replayed: launches and addresses of all steps are those of the first, rows of padding get zeros."""
+    rows, seqs, met = 14, 4, set()
+
+    def fixed(subject, batch, inputs, weights):
+        if prompts or batch.num_prompts == 0:
+            padded = [torch.cat((x, x.new_ones(rows - len(x), x.shape[1]))) for x in inputs]
+            subject.plan_graph(batch, rows, prompts=prompts, drafts=True)
+            table = subject._decodes
+            met.add((len(table.slots), table.starts.data_ptr(), table.most_rows, table.num_rows))
+            out = subject(*padded, 0, *weights)
+            assert not out[batch.num_tokens :].any()
+            return out[: len(inputs[0])]
+        return eager(subject, batch, inputs, weights)
+
+    steps = DraftSteps(
+        *(TritonLinearAttention, SMALL, [9, 5, 7], 2), device=DEVICE, forward=fixed, padding=0
+    )
+    steps.subject.reserve_graphs(rows, seqs)
+    steps.finish(np.random.default_rng(5))
+    assert len(met) == 1

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,6 +100,37 @@ def test_plans_of_graphs_equal_dense_attention(label: str, dtype: torch.dtype, f
         for number, layer in enumerate(pages.layers):
             out = attention(layer.q, layer.k, layer.v, number, layer.sinks)
             check_layer(pages, layer, out)
+
+
+@pytest.mark.parametrize("label", ["even", "one_long", *compiled_only("all_long")])
+@pytest.mark.parametrize("fp8", [False, True])
+@torch.inference_mode()
+def test_decodes_may_be_shorter_than_planned(label: str, fp8: bool):
+    """A plan for longer sequences, several of them one after the other, and one with a chunk behind the end."""
+    seqs, _ = DECODES[label]
+    specs = [replace((FP8_LAYERS if fp8 else LAYERS)[it], fp8_cache=fp8) for it in (1, 3)]
+    padding = GRAPH_ROWS - len(seqs)
+    pages = Pages(seqs, specs, 16, torch.float32, padding, rounded=not COMPILED)
+    pages.move(DEVICE)
+    attention = TritonPagedAttention(specs, 16)
+    attention.bind(pages.caches)
+    attention.reserve_graphs(GRAPH_ROWS, GRAPH_ROWS, 100)
+    batch = pages.batch()
+    lens = torch.zeros(GRAPH_ROWS, dtype=torch.int32)
+    lens[: len(seqs)] = torch.from_numpy(batch.seq_lens_cpu)
+    slots = torch.full((GRAPH_ROWS,), -1)
+    slots[: len(seqs)] = batch.slot_mapping
+    nowhere = torch.full_like(slots, -1)
+    more = np.array([7, 300, 1][: len(seqs)], dtype=np.int32)
+    longer = replace(batch, seq_lens_cpu=batch.seq_lens_cpu + more, slot_mapping=nowhere)
+    for form in GraphForm.EVEN_DECODES, GraphForm.DECODES:
+        attention.plan_graph(longer, GRAPH_ROWS, form)
+        for shorter in (lens.clamp(max=1), lens):
+            last = shorter is lens
+            attention.shorten(shorter.to(DEVICE), (slots if last else nowhere).to(DEVICE))
+            for number, layer in enumerate(pages.layers if last else ()):
+                out = attention(layer.q, layer.k, layer.v, number, layer.sinks)
+                check_layer(pages, layer, out)
 
 
 MIXED_ROWS, MIXED_SEQS = 40, 6

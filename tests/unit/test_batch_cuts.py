@@ -92,6 +92,33 @@ def test_a_tail_of_one_token_is_no_decode():
     assert last.num_tokens == 1 and last.num_seqs == 1 and last.num_single_rows == 0
 
 
+@given(
+    st.integers(0, 3),
+    st.lists(st.integers(2, 6), max_size=4),
+    st.lists(st.integers(2, 9), max_size=2),
+    st.integers(1, 5),
+)
+def test_drafts_know_their_place_behind_the_rows_of_earlier_ubatches(
+    singles, verify, prompts, num_ubatches
+):
+    """Each row of a sequence with drafts once, at its place; all others are no drafts."""
+    lengths = [1] * singles + verify + prompts
+    batch = make_batch([[0] * n for n in lengths], [9] * len(lengths), padding=num_ubatches)
+    batch = replace(batch, num_verify=len(verify))
+    places: list[tuple[int, int]] = []
+    for part in cut(batch, batch.num_rows, num_ubatches):
+        assert part.num_decodes + part.num_prompts == part.num_seqs
+        slots = part.state_slots.tolist()
+        for seq in range(part.num_single_rows, part.num_decodes):
+            start, end = part.query_start_loc_cpu[seq : seq + 2].tolist()
+            before = part.rows_before if seq == 0 else 0
+            places += [(slots[seq], before + row) for row in range(end - start)]
+        assert part.rows_before == 0 or part.num_single_rows == 0 < part.num_verify
+    assert places == [
+        (singles + seq + 1, place) for seq, count in enumerate(verify) for place in range(count)
+    ]
+
+
 def test_an_idle_rank_has_ubatches_of_padding():
     for part in cut(make_batch([], [], padding=5), 5, 2):
         assert part.num_tokens == part.num_seqs == part.num_single_rows == 0

@@ -171,7 +171,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch):
     order: list[tuple[object, ...]] = []
 
     def capture(key, form, *, run):
-        order.append((*key, form.name, run))
+        order.append((*key[:3], form.name, run))
 
     monkeypatch.setattr(graphs, "_capture", capture)
     return graphs, order
@@ -238,7 +238,10 @@ def test_graphs_that_were_discarded_or_closed_are_not_captured_later(recorded):
     assert not graphs.capture_next()
 
 
-def test_a_step_gets_its_graph_before_its_batch_is_built():
+FIRST = GraphKey(DECODE, 4, drafts=1)
+
+
+def test_a_step_gets_its_graphs_before_its_batch_is_built(monkeypatch):
     """A capture overwrites the buffers of batches."""
     runner = object.__new__(ModelRunner)
     order: list[object] = []
@@ -247,12 +250,15 @@ def test_a_step_gets_its_graph_before_its_batch_is_built():
         order.append("build")
         raise InterruptedError
 
-    runner.graphs = SimpleNamespace(require=order.append)
+    graphs = object.__new__(cuda_graphs.StepGraphs)
+    graphs._drafts = SimpleNamespace(keys_of=lambda plan: (FIRST, None))
+    monkeypatch.setattr(graphs, "require", order.append)
+    runner.graphs = graphs
     runner._builder, runner._rank = SimpleNamespace(build=build), 0
     plan = StepPlan(True, (3,), 4, DECODE, ubatch=True)
     with pytest.raises(InterruptedError):
         runner.launch(SimpleNamespace(admitted=[]), plan)
-    assert order == [GraphKey(DECODE, 4, True), "build"]
+    assert order == [GraphKey(DECODE, 4, True), FIRST, "build"]
 
 
 def small(most: int) -> st.SearchStrategy:

@@ -1,5 +1,6 @@
 """Engines with draft models: tokens equal those without, on one rank stepped by hand."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,12 @@ def checkpoints(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def run(
-    sections: dict[str, dict[str, Any]], params: dict[str, Any], **changes: Any
+    sections: dict[str, dict[str, Any]],
+    params: dict[str, Any],
+    prepare: Callable[[Epoch], None] = lambda epoch: None,
+    **changes: Any,
 ) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """Return the tokens of each request and counts of what happened."""
+    """Return the tokens of each request and counts of what happened. prepare: called before the engine starts."""
     found: dict[str, list[int]] = {}
     counts = {"steps": 0, "drafted": 0, "accepted": 0}
 
@@ -69,6 +73,7 @@ def run(
     try:
         epoch = Epoch(process, Rendezvous("127.0.0.1", 0, "alone"), 10)
         epoch.load()
+        prepare(epoch)
         epoch.start_engine(publish, lambda step: None)
         for name, prompt in PROMPTS.items():
             epoch.engine.submit(make_request(name, prompt, **{"max_tokens": 24, **params}))

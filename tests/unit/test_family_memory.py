@@ -48,6 +48,7 @@ RELEASED = {
     "qwen3_next": 2048,
 }
 STATES = {"qwen3_next": "bfloat16"}
+DRAFTS = {"qwen3_next": {"method": "ngram", "num_draft_tokens": 3}}
 
 
 @pytest.mark.parametrize("family", VARIANTS)
@@ -61,6 +62,7 @@ def test_check_counts_what_a_rank_allocates(tmp_path: Path, family: str) -> None
             "block_size": BLOCK_SIZE,
             "state_dtype": STATES.get(family, "auto"),
         },
+        speculation=DRAFTS.get(family, {}),
     )
     model = load_model_config(config.model.folder)
     process = RankProcess(0, config)
@@ -72,7 +74,8 @@ def test_check_counts_what_a_rank_allocates(tmp_path: Path, family: str) -> None
         caches = {cache.data_ptr(): cache.nbytes for cache in process.caches.kv_caches}
         allocated = sum(caches.values())
         dtypes = {pool.state.dtype for pool in process.caches.states}
-        states = sum(pool.conv.nbytes + pool.state.nbytes for pool in process.caches.states)
+        pools = process.caches.states
+        states = sum(p.conv.nbytes + p.state.nbytes + p.drafts.nbytes for p in pools)
         shape = backend_shape(config, model)
         (row,) = rank_rows(
             config, model, process.selection, shape, num_ubatches=0, graphs=GraphSizes()
@@ -82,6 +85,7 @@ def test_check_counts_what_a_rank_allocates(tmp_path: Path, family: str) -> None
         process.close()
     assert row.kv_bytes == info.memory_bytes["kv_cache"] == allocated
     assert row.state_bytes == info.memory_bytes["states"] == states
+    assert any(pool.drafts.nbytes for pool in pools) == (family in DRAFTS)
     assert dtypes <= {getattr(torch, STATES.get(family, "float32"))}
     assert (states > 0) == (len(model.linear_specs) > 0)
     if family in RELEASED:
@@ -113,6 +117,9 @@ def test_bytes_of_a_slot_of_published_models() -> None:
         assert [spec.slot_bytes(2) for spec in specs] == [2**21 + 3 * 8192 * 2] * layers
         halved = CacheConfig(state_dtype="bfloat16").cached_states(specs)
         assert [spec.slot_bytes(2) for spec in halved] == [2**20 + 3 * 8192 * 2] * layers
+        drafted = CacheConfig().cached_states(specs, 3)
+        assert [spec.draft_bytes(2) for spec in drafted] == [3 * (8192 + 2 * 32) * 2] * layers
+        assert not any(spec.draft_bytes(2) for spec in CacheConfig().cached_states(specs))
 
 
 def test_precision_of_states_comes_from_the_checkpoint() -> None:

@@ -14,6 +14,7 @@ from kernels.interface.registry import LINEAR_ATTENTION, backend_class
 from kernels.linear_attention.base import LinearAttention
 from kernels.linear_attention.chunks import MAX_CHUNK, Chunks
 from kernels.linear_attention.torch_chunked import TorchLinearAttention
+from tests.draft_steps import DraftSteps, in_ubatches
 from tests.linear_case import BATCHES, SPECS, LinearCase, check
 
 UNAVAILABLE = probe("cpu")
@@ -162,3 +163,39 @@ def test_the_gates_of_a_head_that_forgets_all_stay_finite():
     subject.plan(case.batch())
     assert case.run(subject, 0).isfinite().all()
     assert math.isfinite(float(case.states[0].state[case.slots].sum()))
+
+
+@backends
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.integers(2, 30), min_size=1, max_size=4),
+    num_drafts=st.integers(1, 5),
+    spec=st.sampled_from(sorted(SPECS)),
+    cuts=st.lists(st.integers(1, 12), max_size=2),
+    seed=st.integers(0, 2**31),
+)
+def test_states_behind_accepted_drafts_are_those_of_single_tokens(
+    backend: type[LinearAttention],
+    lengths: list[int],
+    num_drafts: int,
+    spec: str,
+    cuts: list[int],
+    seed: int,
+):
+    """Steps of prompts, decodes and drafts, whole and in ubatches; slots that had other sequences before."""
+    forward = in_ubatches(cuts)
+    steps = DraftSteps(backend, SPECS[spec], lengths, num_drafts, seed=seed, forward=forward)
+    steps.finish(np.random.default_rng(seed))
+
+
+def test_the_slot_of_a_restored_prefix_has_no_accepted_drafts():
+    spec = replace(SPECS["equal_heads"], num_drafts=2)
+    subject = TorchLinearAttention([spec])
+    states = subject.allocate([spec], 6, torch.float32, torch.device("cpu"), num_rows=4)
+    subject.bind(states)
+    subject.accept(torch.tensor([1, 2, 3]), torch.tensor([2, 1, 2]))
+    subject.copy_slots([5], [3])
+    subject.copy_slots([2], [4])
+    assert states[0].accepted.tolist() == [0, 2, 1, 0]
+    subject.accept(torch.tensor([1]))
+    assert states[0].accepted.tolist() == [0, 0, 1, 0]

@@ -190,7 +190,7 @@ def test_the_snapshot_of_a_real_rank_is_rendered_whole():
     assert "phalanx:expert_load_balancedness" not in found
     assert "phalanx:max_prefill_tokens_with_decodes" not in found
     assert found["phalanx:iteration_tokens_total_count"]
-    assert len(found["phalanx:step_time_seconds_total"]) == 6
+    assert len(found["phalanx:step_time_seconds_total"]) == 7
 
 
 def test_requests_of_one_ingress():
@@ -263,6 +263,7 @@ def test_ranks_as_json():
             "epoch": 2,
             "running": 3,
             "generation_tokens": 70,
+            "draft_tokens": 9,
             "prefill_cap": 512,
             "step_seconds": {"forward": 1.5},
         },
@@ -273,6 +274,7 @@ def test_ranks_as_json():
     zero, one = answer["ranks"]
     assert (zero["rank"], zero["running"], zero["generation_tokens"]) == (0, 3, 70)
     assert (zero["epoch"], one["epoch"]) == (2, 0)
+    assert (zero["draft_tokens"], one["accepted_tokens"]) == (9, 0)
     assert zero["step_seconds"] == {"forward": 1.5}
     assert (zero["prefill_cap"], one["prefill_cap"]) == (512, None)
     assert (one["rank"], one["waiting"], one["kv_cache_usage"], one["steps"]) == (1, 2, 0.25, 0)

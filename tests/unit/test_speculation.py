@@ -1,5 +1,8 @@
 """The n-gram drafter, acceptance, step times and the choice of drafts, alone and in an engine."""
 
+import json
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,9 +12,14 @@ from tests.distributed.engine_harness import make_request
 from workers.config import SpeculationConfig
 from workers.speculation.depth import Acceptance, choose_depths
 from workers.speculation.ngram import NGRAM, NGramDrafter
-from workers.speculation.speculator import Speculator, make_speculator
-from workers.speculation.step_times import DraftCosts, StepTimes
+from workers.speculation.speculator import PROBE_EVERY, Speculator, make_speculator
+from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize, StepTimes
 from workers.step.sequence import Sequence
+
+
+def size(rows: int, num_drafts: int) -> StepSize:
+    return StepSize(rows, num_drafts > 0)
+
 
 few_tokens = st.lists(st.integers(0, 2), max_size=14)
 
@@ -20,7 +28,7 @@ def test_a_step_without_rows_has_a_time():
     """A line through the origin gave none, and the costs of drafts were divided by it."""
     costs = DraftCosts()
     for rows in (1, 2, 3):
-        costs.observe(rows, 0, 0.01 * rows)
+        costs.observe(size(rows, 0), 0.01 * rows)
     assert np.isfinite(costs.expected(0, 2)).all()
     unmoved = StepTimes()  # the clock did not move
     unmoved.observe(2, 0.0)
@@ -126,11 +134,11 @@ def test_what_steps_with_drafts_take_beside_their_rows_is_their_excess():
     costs = DraftCosts()
     for _ in range(60):
         for rows in (2, 4, 6):
-            costs.observe(rows, 0, 1.0 + 0.1 * rows)
+            costs.observe(size(rows, 0), 1.0 + 0.1 * rows)
     plain = costs.expected(4, 3)
     assert plain == pytest.approx(1 + 0.1 / 1.4 * np.arange(1, 4), rel=0.02)
     for _ in range(5):
-        costs.observe(6, 2, 2 * 1.6)
+        costs.observe(size(6, 2), 2 * 1.6)
     raised = costs.expected(4, 2)
     assert (raised > 1.2 * plain[:2]).all()
     for _ in range(3000):
@@ -165,18 +173,18 @@ def test_a_step_that_once_was_slow_is_tried_again():
     drafts = speculator()
     seq = sequence([1], output=[4] * 40)
     drafts.committed(seq)
-    drafts.observe(1, 0, 1.0)
+    drafts.observe(size(1, 0), 1.0)
     for _ in range(5):
-        drafts.observe(5, 4, 20.0)
+        drafts.observe(size(5, 4), 20.0)
     taken = 0
     for _ in range(2000):
         seq.token_ids.append(4)
         drafts.committed(seq)
         if found := list(drafts.drafts([seq], 1, 8)):
             taken += 1
-            drafts.observe(1 + len(found[0][1]), len(found[0][1]), 1.5)
+            drafts.observe(size(1 + len(found[0][1]), len(found[0][1])), 1.5)
         else:
-            drafts.observe(1, 0, 1.0)
+            drafts.observe(size(1, 0), 1.0)
     assert taken > 500
 
 
@@ -190,7 +198,7 @@ def test_drafts_end_when_guesses_are_wrong_and_begin_when_they_are_right_again()
     """Guesses are compared with tokens also where they are not drafted, so no row is spent to begin again."""
     drafts = speculator()
     for count in (0, 1, 2, 3, 4) * 20:
-        drafts.observe(1 + count, count, 1.0 + 0.3 * (count > 0) + 0.1 * count)
+        drafts.observe(size(1 + count, count), 1.0 + 0.3 * (count > 0) + 0.1 * count)
     seq = sequence([0])
     drafts.committed(seq)
     chance = np.random.default_rng(0)
@@ -202,7 +210,7 @@ def test_drafts_end_when_guesses_are_wrong_and_begin_when_they_are_right_again()
             drafts.committed(seq)
             found = list(drafts.drafts([seq], 1, 8))
             count = len(found[0][1]) if found else 0
-            drafts.observe(1 + count, count, 1.0 + 0.3 * (count > 0) + 0.1 * count)
+            drafts.observe(size(1 + count, count), 1.0 + 0.3 * (count > 0) + 0.1 * count)
             spent.append(bool(count))
         return spent
 
@@ -217,7 +225,7 @@ def test_a_sequence_waits_for_its_token_only_while_drafts_pay():
     drafts = speculator()
     seq = sequence([1, 2, 3, 4], output=[9, 9, 9, 9, 9])
     for count, seconds in ((0, 1.0), (1, 1.9)) * 50:
-        drafts.observe(1 + count, count, seconds)
+        drafts.observe(size(1 + count, count), seconds)
     drafts.committed(seq)
     list(drafts.drafts([], 1, 8))
     assert not drafts._drafter.propose(seq, 0) and drafts._drafter.has_drafts(seq)
@@ -236,3 +244,71 @@ def test_without_adaptation_each_sequence_drafts_while_the_budget_lasts():
     found = list(drafts.drafts(seqs, 3, 5))
     assert [tokens for _, tokens in found] == [(4, 4, 4), (4, 4)]
     assert make_speculator(SpeculationConfig()) is None
+
+
+MEASURED = StepSeconds(
+    decode=((1, 4.0), (8, 5.0), (32, 6.0)),
+    verify=((1, 4.2), (4, 4.4), (32, 6.6), (128, 12.6)),
+    first=((1, 0.1), (128, 0.4)),
+    one_draft=((1, 0.3), (32, 0.4)),
+    drafts=((1, 1.0), (32, 1.5)),
+)
+
+
+def test_costs_are_right_before_the_first_step():
+    costs = DraftCosts(MEASURED)
+    assert costs.expected(1, 3)[2] == pytest.approx(4.4 / 4.0)
+    alone, with_passes = 4.0 + 0.1, 4.4 + 0.1 + 0.3 * 3 / 127 + 1.0
+    assert costs.expected(1, 3, 3)[2] == pytest.approx(with_passes / alone)
+    found = costs.expected(32, 96, 3)
+    assert found[-1] == pytest.approx((12.6 + 0.4 + 1.5) / (6.0 + 0.1 + 0.3 * 31 / 127))
+    assert (np.diff(found) > 0).all()
+    assert float(MEASURED.of(256, True)) == pytest.approx(2 * 12.6)
+    latent = StepSeconds(decode=MEASURED.decode)
+    assert float(latent.of(8, True)) == 5.0
+
+
+def test_measured_times_follow_the_steps_in_service():
+    """Longer contexts make all steps slower; what drafts take beside that is their excess."""
+    costs = DraftCosts(MEASURED)
+    before = costs.expected(8, 8, 3)
+    for _ in range(100):
+        for verifies, rows in ((False, 8), (True, 16)):
+            drafts = 3 if verifies else 0
+            step = StepSize(rows, verifies, 8, drafts)
+            costs.observe(step, 1.5 * float(MEASURED.of(*step)))
+    assert costs.expected(8, 8, 3) == pytest.approx(before, rel=0.01)
+    for _ in range(100):
+        costs.observe(StepSize(16, True, 8, 3), 1.8 * float(MEASURED.of(16, True, 8, 3)))
+    assert costs.expected(8, 8, 3) == pytest.approx(1.2 * before, rel=0.01)
+
+
+def test_the_slowest_rank_has_the_times_of_the_group():
+    other = StepSeconds(decode=((1, 5.0), (8, 4.5), (32, 6.0)), verify=MEASURED.verify)
+    one = StepSeconds(decode=MEASURED.decode, verify=MEASURED.verify)
+    found = StepSeconds.slowest([one, other])
+    assert found == StepSeconds(decode=((1, 5.0), (8, 5.0), (32, 6.0)), verify=MEASURED.verify)
+    assert StepSeconds.read(json.loads(json.dumps(asdict(MEASURED)))) == MEASURED
+    assert str(one).startswith("decode 1: 4000.00, 8: 5000.00, 32: 6000.00; verify 1: 4200.00")
+
+
+def test_a_draft_model_that_does_not_pay_drafts_one_token_now_and_then():
+    config = SpeculationConfig(method="mtp", num_draft_tokens=3)
+    drafts = make_speculator(config, MEASURED)
+    seq = sequence([1], output=[4])
+    assert drafts.draft_steps([seq], 1) == 3, "a new sequence"
+    drafts.committed(seq, (5, 6, 7))
+    assert seq.speculates
+    list(drafts.drafts([seq], 1, 8))
+    for token in range(100, 140):
+        seq.token_ids.append(token)
+        drafts.committed(seq, (5, 6, 7))
+    assert not seq.speculates
+    found = [drafts.draft_steps([seq], step) for step in range(4 * PROBE_EVERY)]
+    assert found == ([1] + [0] * (PROBE_EVERY - 1)) * 4
+    while not seq.speculates:
+        seq.token_ids.append(8)
+        drafts.committed(seq, (8,))
+    assert drafts.draft_steps([seq], 1) == 3
+    always = make_speculator(config.model_copy(update={"adaptive": False}), MEASURED)
+    assert always.draft_steps([seq], 1) == 3

@@ -14,6 +14,8 @@ from cluster.metrics.metrics import IngressMetrics
 from tests.checkpoints.writer import make_checkpoint
 from tests.unit.api_fakes import Api, FakeBackend, says, tiny_tokenizer
 from tests.unit.test_metrics import RANK_STATS
+from workers.models.registry import configured_model
+from workers.rank.device_memory import size
 from workers.wire.request import RequestOutput, merge
 
 ON = "speculation.method=ngram"
@@ -51,7 +53,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             r"num_draft_tokens: 4 drafts .* are 5 rows of one step, .*max_num_batched_tokens is 4",
         ),
         ("qwen3_moe", [ON, "model.max_model_len=4"], "max_model_len is 4; lower the first"),
-        ("qwen3_next", [ON], r"speculation.method: ngram needs states .* expected off or auto"),
     ],
 )
 def test_mistakes_are_named(models, family, settings, message) -> None:
@@ -63,7 +64,8 @@ def test_mistakes_are_named(models, family, settings, message) -> None:
     ("family", "method", "resolved"),
     [
         ("qwen3_moe", "auto", "ngram"),
-        ("qwen3_next", "auto", "off"),
+        ("qwen3_next", "auto", "ngram"),
+        ("qwen3_next", "off", "off"),
         ("qwen3_moe", "off", "off"),
         ("qwen3_moe", "ngram", "ngram"),
     ],
@@ -88,9 +90,23 @@ def test_check_names_the_drafter_and_its_memory(models) -> None:
     off = checked("qwen3_moe")
     assert off.steps["speculation"] == "off; ngram is possible"
     assert on.ranks[0].buffer_bytes > off.ranks[0].buffer_bytes
-    assert (
-        "linear attention" in checked("qwen3_next", "speculation.method=auto").steps["speculation"]
-    )
+    assert on.ranks[0].state_bytes == 0 and "linear attention" not in on.steps["speculation"]
+
+
+def test_check_names_the_memory_of_drafts_beside_states(models) -> None:
+    def checked(*settings: str):
+        fixed = ["cache.num_blocks=256", *settings]  # so that drafts take nothing of snapshots
+        return check(load_config(models["qwen3_next"], fixed), num_api_keys=0)
+
+    three, four = (checked(ON, f"speculation.num_draft_tokens={count}") for count in (3, 4))
+    config = configured_model(load_config(models["qwen3_next"]).model)
+    row = sum(spec.channels + 2 * spec.num_value_heads for spec in config.linear_specs)
+    each = 4 * row * 65  # of a draft of 64 sequences and of padding, in float32
+    assert three.ranks[0].state_bytes - checked().ranks[0].state_bytes == 3 * each
+    assert four.ranks[0].state_bytes - three.ranks[0].state_bytes == each
+    words = f"inputs of drafts beside the states of linear attention {size(3 * each)}"
+    assert three.steps["speculation"].endswith(words)
+    assert checked().steps["speculation"].startswith("off; ngram is possible, and mtp")
 
 
 class Drafting(FakeBackend):

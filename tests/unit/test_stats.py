@@ -124,7 +124,7 @@ def step(
     plan = plan or StepPlan(True, (batch.num_tokens,))
     stats.before_step(batch, plan)
     output = StepOutput.of(
-        batch, [7] * len(seqs), times=RunTimes(3, 4, 5), expert_counts=expert_counts
+        batch, [7] * len(seqs), times=RunTimes(3, 4, 5, 7), expert_counts=expert_counts
     )
     host = HostTimes(schedule=1, vote=2)
     stats.record_step(scheduler, batch, plan, host, output, generated=len(seqs), publish=6)
@@ -166,7 +166,8 @@ def test_steps_are_counted_by_kind_and_size():
     }
     assert (found["steps"], found["idle_steps"], found["padding_tokens"]) == (3, 1, 3)
     assert (found["prompt_tokens"], found["generation_tokens"]) == (13, 3)
-    parts = {"schedule": 3, "vote": 6, "prepare": 9, "forward": 12, "sample": 15, "output": 18}
+    parts = {"schedule": 3, "vote": 6, "prepare": 9, "forward": 12, "sample": 15, "draft": 21}
+    parts["output"] = 18
     assert found["step_seconds"] == parts
     bounds, values = found["histograms"]["step_tokens"]
     assert sum(values[:-1]) == 3 and values[-1] == 13

@@ -1,71 +1,32 @@
 """Steps with drafts in graphs, on a CPU: a replay runs the captured forward again, over the buffers of the capture."""
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
 from kernels.attention.base import GraphForm
+from tests.unit.graph_fakes import eager_graphs
 from tests.unit.test_drafts import PROMPTS, SALTS, Served, drafts_from, no_drafts, served
-from workers.runner import cuda_graphs
-from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
+from tests.unit.test_state_drafts import served_states
 from workers.runner.graph_sizes import GraphSizes, decode_sizes, mixed_sizes
 
 __all__ = ["served"]  # a fixture
 
 
-class EagerGraphs(StepGraphs):
-    """Graphs that run the model at each replay; attention is planned for the batch instead of at fixed addresses."""
-
-    def _capture(self, key, form, *, run):
-        batch = self._builder.build(cuda_graphs._IDLE, key.rows, graph=True)
-        logits_TV = self._logits_TV[: key.rows] if key.mode.gives_logits else None
-        replay = SimpleNamespace(replay=lambda: self._forward(batch, key))
-        return ForwardGraph(replay, self._hidden_TD[: key.rows], logits_TV, {})
+@pytest.fixture(scope="module")
+def of_states(tmp_path_factory):
+    """A server of delta nets."""
+    with served_states(tmp_path_factory.mktemp("states"), "qwen3_next") as server:
+        yield server
 
 
-class EagerPlanner:
-    """Attention without graphs in place of attention with them."""
-
-    def __init__(self, attention) -> None:
-        self._attention = attention
-
-    def reserve_graphs(self, *sizes: int) -> None:
-        pass
-
-    def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
-        return (GraphForm.NEW_PROMPTS, GraphForm.MIXED) if prompts else (GraphForm.DECODES,)
-
-    def form(self, batch, num_rows: int, *, prompts: bool) -> GraphForm:
-        return self.forms(num_rows, prompts=prompts)[-1]
-
-    def plan_graph(self, batch, num_rows: int, form: GraphForm) -> None:
-        self._attention.plan(batch)
-
-
-@pytest.fixture
-def captured(served: Served, monkeypatch):
+@pytest.fixture(params=["served", "of_states"])
+def captured(request, monkeypatch):
     """The server with graphs of up to 16 rows."""
-    cuda = SimpleNamespace(
-        synchronize=lambda device: None,
-        empty_cache=lambda: None,
-        memory_reserved=lambda device: 0,
-    )
-    monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
-    monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
+    served: Served = request.getfixturevalue(request.param)
     runner, engine = served.epoch.runner, served.epoch.engine
-    planner = EagerPlanner(runner._backends.attention)
-    monkeypatch.setattr(cuda_graphs.GraphPlanner, "of", lambda backends: planner)
     sizes = GraphSizes(decode_sizes(3), mixed_sizes(32), decode_sizes(15))
-    graphs = EagerGraphs(
-        runner.model,
-        runner._backends,
-        runner._builder,
-        sizes=sizes,
-        max_seqs=16,
-        max_blocks=64,
-        ubatches=None,
-    )
+    graphs = eager_graphs(runner, sizes, monkeypatch)
     graphs.provide(sizes.whole_steps())
     monkeypatch.setattr(runner, "graphs", graphs)
     monkeypatch.setattr(engine, "_graph_sizes", sizes)

@@ -28,6 +28,7 @@ from workers.runner.model_runner import ModelRunner
 from workers.sampling.grammar_compiler import GrammarCompiler
 from workers.scheduler.prefill_cap import PrefillCap
 from workers.scheduler.scheduler import Scheduler
+from workers.speculation.step_times import StepSize
 from workers.stats.stats import EngineStats, HostTimes
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.step_output import StepOutput
@@ -263,8 +264,7 @@ class Engine:
         return batch
 
     def _vote(self, batch: ScheduledBatch | None) -> StepPlan:
-        failure = self._failure
-        num_tokens = batch.num_tokens if batch else 0
+        failure, num_tokens = self._failure, batch.num_tokens if batch else 0
         mode = batch.forward_mode if batch else ForwardMode.IDLE
         vote = Vote(
             epoch=self._epoch,
@@ -274,7 +274,7 @@ class Engine:
             wants_ubatch=self._overlap.wants(mode, num_tokens),
             prefill_tokens=batch.prefill_tokens if batch else 0,
             prefill_cap=self._cap_of(batch),
-            **draft_vote(self.scheduler.speculator, batch),
+            **draft_vote(self.scheduler.speculator, batch, self._step),
             **self.moves.vote(),
             has_work=self.scheduler.has_work,
             wants_stop=self._stopping,
@@ -303,8 +303,8 @@ class Engine:
         self._committed_at = now
         speculator, plan = self.scheduler.speculator, step.plan
         if speculator is not None and before and not plan.prefill_tokens:
-            num_drafts = step.batch.num_tokens - len(step.batch.seqs)
-            speculator.observe(max(plan.num_tokens_across_dp), num_drafts, now - before)
+            own_drafts = step.batch.num_tokens - len(step.batch.seqs)
+            speculator.observe(StepSize.of(plan, own_drafts), now - before)
         if self._prefill_cap is not None and step.prefill_cap and before:
             self._prefill_cap.observe(now - before, step.plan.prefill_tokens, step.prefill_cap)
 

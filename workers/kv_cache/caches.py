@@ -22,6 +22,7 @@ class CacheMemory:
     demand          the KV blocks that a request needs
     block_bytes     bytes of one KV block of all layers
     slot_bytes      bytes of the states of one sequence; 0 without linear attention
+    draft_bytes     bytes that one sequence takes beside its states, for drafts that a step verifies
     num_blocks      KV blocks of every rank, 0 until the first epoch has sized the cache
     num_snapshots   states of prefixes of every rank; 0 until then, if they are measured
     kv_caches       one tensor a layer with KV blocks, allocated once
@@ -57,7 +58,10 @@ class CacheMemory:
         self.demand = KVDemand(size, self._window, config.scheduler.max_num_batched_tokens)
         groups = (*self._kv_groups, *self._draft_groups)
         self.block_bytes = kv_block_bytes(groups, size, dtype.itemsize)
-        self.slot_bytes = 0 if self._linear is None else self._linear.slot_bytes(self._specs, dtype)
+        self.slot_bytes = self.draft_bytes = 0
+        if self._linear is not None:
+            self.slot_bytes = self._linear.slot_bytes(self._specs, dtype)
+            self.draft_bytes = self._linear.draft_bytes(self._specs, dtype)
 
     def take_sizes(self, num_blocks: int, num_snapshots: int) -> None:
         """Use these numbers of KV blocks and snapshots; other numbers of snapshots take new pools of states."""
@@ -79,7 +83,7 @@ class CacheMemory:
         """Return the pools of states, allocated at the first call; none for a model without linear attention."""
         if self._linear is not None and not self.states:
             place = self._num_slots, self._dtype, self._device
-            self.states = self._linear.allocate(self._specs, *place)
+            self.states = self._linear.allocate(self._specs, *place, num_rows=self._num_rows)
         return self.states
 
     def allocate(self) -> None:
@@ -96,8 +100,9 @@ class CacheMemory:
         """Return a manager of `num_blocks` KV blocks without contents, and without snapshots of states."""
         config, snapshots = self._config, None
         if self.slot_bytes:  # behind the slots of padding and of rows
-            first = 1 + config.scheduler.max_num_seqs
-            snapshots = StateSnapshots(first, self.num_snapshots, slot_bytes=self.slot_bytes)
+            snapshots = StateSnapshots(
+                self._num_rows, self.num_snapshots, slot_bytes=self.slot_bytes
+            )
         return KVCacheManager(
             config.scheduler,
             num_blocks=num_blocks,
@@ -115,12 +120,17 @@ class CacheMemory:
     @property
     def state_bytes(self) -> int:
         """Bytes of all pools of states."""
-        return self._num_slots * self.slot_bytes
+        return self._num_slots * self.slot_bytes + self._num_rows * self.draft_bytes
+
+    @property
+    def _num_rows(self) -> int:
+        """The slots of padding and of running sequences, the first ones of each pool of states."""
+        return 1 + self._config.scheduler.max_num_seqs
 
     @property
     def _num_slots(self) -> int:
         """The slots of each pool of states: of padding, running sequences and snapshots."""
-        return 1 + self._config.scheduler.max_num_seqs + self.num_snapshots
+        return self._num_rows + self.num_snapshots
 
 
 def allocate_kv_caches(

@@ -43,12 +43,10 @@ class CacheGroup(ABC):
 
     batch_fields     fields of the ForwardBatch that `fields` returns
     caches_prefixes  whether sequences can start behind a prefix
-    takes_back       whether the last tokens of a sequence can be computed again, as after a wrong draft
     """
 
     batch_fields: ClassVar[tuple[str, ...]]
     caches_prefixes = True
-    takes_back = True
 
     @abstractmethod
     def fields(

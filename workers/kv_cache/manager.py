@@ -57,11 +57,6 @@ class KVCacheManager:
         self.num_hits = 0  # of these, tokens found
 
     @property
-    def takes_back(self) -> bool:
-        """Whether the last tokens of a sequence can be computed again, as after a wrong draft."""
-        return all(group.takes_back for group in self.groups)
-
-    @property
     def batch_fields(self) -> set[str]:
         """The fields of the ForwardBatch that `fields` returns."""
         return {name for group in self.groups for name in group.batch_fields}

@@ -18,11 +18,13 @@ from workers.step.sequence import Sequence
 class StateGroup(CacheGroup):
     """Row r of the InputBatch has slot r + 1 of each pool of states, because slot 0 is for padding.
 
+    Drafts change no state before they are accepted, see workers/runner/accepted_drafts.py; and no prompt has drafts, so
+    every snapshot is behind tokens that count.
+
     snapshots   in the slots behind the slots of rows
     """
 
     batch_fields = ("state_slots",)
-    takes_back = False
 
     def __init__(self, snapshots: StateSnapshots, block_size: int):
         self.snapshots = snapshots

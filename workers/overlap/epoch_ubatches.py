@@ -253,7 +253,7 @@ class EpochUbatches:
         wanted = ubatch_graphs(graphs.sizes, self.policy, self._config.overlap.num_ubatches)
         captured = graphs.captured()
         graphs.discard(key for key in captured if key.ubatch and key not in wanted)
-        before = graphs.count(graphs.sizes.whole_steps())
+        before = graphs.count(graphs.keys)
 
         def report_progress(done: int, total: int) -> None:
             if progress is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernels.attention.base import Attention
+from kernels.attention.base import Attention, GraphAttention
 from kernels.backends import select
 from kernels.interface.backend import BackendShape
 from kernels.interface.config import KernelsConfig
@@ -140,6 +140,11 @@ class EpochDraft:
         """Return the draft model without caches; `backends` are those of whole steps."""
         own = with_attention(backends, choice, block_size)
         return cls(model.with_backends(own), own.attention)
+
+    @property
+    def captures_all_passes(self) -> bool:
+        """Whether the passes behind the first one can be captured in CUDA graphs too."""
+        return isinstance(self.attention, GraphAttention) and self.attention.shortens
 
     def passes(self, scheduler: Scheduler, device: torch.device) -> DraftPasses | None:
         """Return the passes behind the steps of `scheduler`; None until there are caches."""

@@ -269,11 +269,9 @@ class Epoch:
                 reason = graphs_off(wanted, process.selection, "cuda") or NO_PROMPTS
                 logger.info("no CUDA graphs: %s", reason)
             return
-        with memory_for("CUDA graphs"):
-            graphs = self.runner.make_graphs(sizes, on_demand=self.rendezvous.epoch > 0)
-            self._graph_bytes = graphs.provide(sizes.whole_steps(), progress)
-        when = "captures on demand" if graphs.on_demand else "captured"
-        logger.info("%s CUDA graphs of %s: %.2f GB", when, sizes, self._graph_bytes / 1e9)
+        on_demand, gather = self.rendezvous.epoch > 0, self._peers.gather
+        made = self.make.capture_graphs(self.runner, sizes, gather, progress, on_demand=on_demand)
+        self._graph_bytes = made
         self._tune(progress)
 
     def _tune(self, progress: Progress | None) -> None:
@@ -295,7 +293,9 @@ class Epoch:
             if not process.selection.all2all_class.needs_process_group:
                 # Only the rendezvous needed the sockets, and gloo's thread would poll them 100 times a second.
                 process_group.leave()
-            self.scheduler.speculator = make_speculator(process.config.speculation)
+            self.scheduler.speculator = make_speculator(
+                process.config.speculation, process.step_seconds
+            )
             stats, moves = begin_serving(process, self._closing)
             self._parts.engine = Engine(
                 self.scheduler,

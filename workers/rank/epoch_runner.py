@@ -1,5 +1,6 @@
 """Runners and schedulers of one epoch: for warm-up, for measuring the memory of a step, and for serving."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -12,6 +13,7 @@ from workers.kv_cache.demand import sizes_that_fit
 from workers.kv_cache.manager import KVCacheManager
 from workers.models.decoder import DecoderLM
 from workers.overlap.epoch_ubatches import EpochUbatches
+from workers.overlap.rank_overlap import Gather
 from workers.rank import process_group
 from workers.rank.device_memory import memory_for
 from workers.rank.draft_model import EpochDraft
@@ -22,11 +24,15 @@ from workers.rank.kv_sizing import (
     own_bytes,
 )
 from workers.rank.process import RankProcess
+from workers.rank.rank_info import Progress
 from workers.rank.warm_up_steps import WarmUpSteps
 from workers.runner.graph_sizes import GraphSizes
+from workers.runner.graph_times import agreed_times
 from workers.runner.model_runner import ModelRunner
 from workers.scheduler.scheduler import Scheduler
 from workers.speculation.synthetic import acceptance_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,13 +88,40 @@ class RunnerMaker:
             config.cache.block_size,
             self.process.model_config.vocab_size,
             windows=self.process.model_config.window is not None,
-            num_drafts=config.speculation.rows_per_seq - 1,
+            num_drafts=config.speculation.most_drafts,
             pooling=self.process.pooling,
         )
 
     def graph_sizes(self) -> GraphSizes:
         """Return the sizes of the CUDA graphs; none where graphs are off or unavailable."""
-        return self.process.graph_sizes(mixed=GraphPlanner.of(self.backends).captures_prompts)
+        mixed = GraphPlanner.of(self.backends).captures_prompts
+        drafts = self.draft is not None and self.draft.captures_all_passes
+        return self.process.graph_sizes(mixed=mixed, drafts=drafts)
+
+    def capture_graphs(
+        self,
+        runner: ModelRunner,
+        sizes: GraphSizes,
+        gather: Gather,
+        progress: Progress | None,
+        *,
+        on_demand: bool,
+    ) -> int:
+        """Capture the graphs of `runner` and return their bytes; time them if drafts need it. Collective.
+
+        on_demand   capture the largest now, the rest when steps need them
+        """
+        process = self.process
+        with memory_for("CUDA graphs"):
+            graphs = runner.make_graphs(sizes, on_demand=on_demand)
+            num_bytes = graphs.provide(graphs.keys, progress)
+        captured = "captures on demand" if on_demand else "captured"
+        logger.info("%s CUDA graphs of %s: %.2f GB", captured, sizes, num_bytes / 1e9)
+        if process.config.speculation.method != "off":
+            process.step_seconds = agreed_times(graphs, process.step_seconds, gather)
+            if process.rank == 0:
+                logger.info("milliseconds of a step by rows: %s", process.step_seconds)
+        return num_bytes
 
     def cache_sizes(self, graph_sizes: GraphSizes) -> tuple[int, int]:
         """Return the KV blocks and snapshots of states of every rank: as configured, or measured. Collective.

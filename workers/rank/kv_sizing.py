@@ -71,7 +71,8 @@ def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
     """Return the bytes of graphs of these sizes, with graphs of ubatches. Collective; ends the use of the runner.
 
     All graphs share a memory pool, which the largest graph of whole steps and of ubatches fills. Each further graph
-    takes the bytes of a graph of the next size; a step of n ubatches has n graphs.
+    takes the bytes of a graph of the next size; a step of n ubatches has n graphs. Those of a draft model have a layer
+    for each of its passes.
     """
     if not sizes:
         return 0
@@ -85,6 +86,9 @@ def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
         cut = [key._replace(ubatch=True) for key in keys]
         graphs.capture(cut[:1])
         count += runner.ubatches.num_ubatches * graphs.count(cut)
+    if sizes.draft:
+        layers = graphs.count(keys) + sum(key.drafts for key in sizes.further_passes())
+        count += -(-layers // runner.model.config.num_layers)
     left, _ = torch.cuda.mem_get_info()
     graphs.capture(keys[1:2])
     each = (left - torch.cuda.mem_get_info()[0]) / max(1, graphs.count(keys[1:2]))

@@ -42,6 +42,7 @@ from workers.sampling.grammar_compiler import GrammarCompiler
 from workers.scheduler.prefill_cap import PrefillCap
 from workers.specs.expert_layout import ExpertLayout
 from workers.specs.model import ModelConfig
+from workers.speculation.step_times import StepSeconds
 from workers.stats.pace import Pace
 from workers.stats.stats import EngineStats
 from workers.weights.initial_weights import draw_weights
@@ -100,6 +101,7 @@ class RankProcess:
         self.caches = CacheMemory(config, *place, draft_groups=drafting)
         self.warm = False
         self.pace = Pace()
+        self.step_seconds: StepSeconds | None = None  # measured where steps verify drafts in graphs
         self.prefill_cap = PrefillCap.of(config.scheduler, config.cache.block_size)
         self.epoch: ClosableEpoch | None = None
 
@@ -157,13 +159,14 @@ class RankProcess:
         spec = self.model_config.pooling
         return None if spec is None else spec.warm_up_params()
 
-    def graph_sizes(self, *, mixed: bool) -> GraphSizes:
-        """Return the sizes of CUDA graphs; mixed: attention can be captured with prompts."""
+    def graph_sizes(self, *, mixed: bool, drafts: bool) -> GraphSizes:
+        """Return the sizes of CUDA graphs; `mixed` and `drafts` as in graphs_to_capture."""
         return graphs_to_capture(
             self.config.scheduler,
             self.selection,
             self.device,
             mixed=mixed,
+            drafts=drafts,
             rows_per_seq=self.config.speculation.rows_per_seq,
             decodes=self.pooling is None,
         )

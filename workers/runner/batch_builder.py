@@ -98,7 +98,7 @@ class ForwardBatchBuilder:
         *,
         last_tokens: torch.Tensor | None = None,
     ):
-        self.last_tokens = last_tokens
+        self.last_tokens, self.max_num_tokens = last_tokens, max_num_tokens
         self._table, self._cache = table, cache
         largest: dict[Axis, int] = {
             "row": max_num_tokens,
@@ -148,6 +148,7 @@ class ForwardBatchBuilder:
             num_seqs=num_seqs,
             num_single_rows=batch.num_single_rows,
             spread_copies=batch.has_prompts,
+            num_verify=batch.num_verify,
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=seq_lens,
             sampling_rows_cpu=sampling_rows,

@@ -1,16 +1,16 @@
 """Forwards as CUDA graphs, one for each padded number of rows: a step then costs the host one launch.
 
 A graph leads from the token ids to the hidden states of all rows, or to the logits of decodes, whole or in ubatches.
-Attention is planned before each replay; the graph reads tokens and their number at fixed addresses. Knows nothing of
-requests or votes.
+Passes of a draft model behind steps have graphs of their own. Attention is planned before each replay; the graph reads
+tokens and their number at fixed addresses. Knows nothing of requests or votes.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,17 +18,23 @@ from kernels.attention.base import GraphForm
 from kernels.attention.batch import AttentionBatch
 from kernels.backends.graph_planner import GraphPlanner
 from kernels.backends.select import Backends
+from kernels.host.host_copy import StepClock
 from workers.models.decoder import DecoderLM
 from workers.runner.batch_builder import ForwardBatchBuilder
+from workers.runner.draft_graphs import DraftGraphs, TargetStates
+from workers.runner.draft_passes import DraftPasses
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import ScheduledBatch
-from workers.step.step_sync import GraphMode
+from workers.step.step_sync import GraphMode, StepPlan
 from workers.ubatch.wrapper import UBatchWrapper
 
 logger = logging.getLogger(__name__)
 
+REPLAYS = 3  # of a graph that is timed
+
 Progress = Callable[[int, int], None]
+T = TypeVar("T")
 
 _IDLE = ScheduledBatch.of([])
 
@@ -41,15 +47,21 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @dataclass(frozen=True)
-class ForwardGraph:
-    """One captured forward. The next replay of any graph overwrites its results.
+class CapturedGraph:
+    """One captured graph."""
+
+    graph: torch.cuda.CUDAGraph
+
+
+@dataclass(frozen=True)
+class ForwardGraph(CapturedGraph):
+    """One captured forward of the model. The next replay of any graph overwrites its results.
 
     hidden_TD   all rows
     logits_TV   float32, all rows; None for graphs of MIXED steps
     hidden_after  by number of a layer, all rows after it
     """
 
-    graph: torch.cuda.CUDAGraph
     hidden_TD: torch.Tensor
     logits_TV: torch.Tensor | None
     hidden_after: dict[int, torch.Tensor]
@@ -69,6 +81,7 @@ class StepGraphs:
     All graphs share one memory pool. The largest is captured first, so that smaller ones fit into its memory.
 
     ubatches    runs the model for the graphs of steps in ubatches
+    passes      of a draft model, which are captured too if its attention can be; None: there is none
     on_demand   `provide` captures the largest graphs alone; a step that needs another graph, or an idle group,
                 captures it
     capturing   whether `require` captures now
@@ -84,7 +97,7 @@ class StepGraphs:
         max_seqs: int,
         max_blocks: int,
         ubatches: UBatchWrapper | None,
-        aux_layers: Sequence[int] = (),
+        passes: DraftPasses | None = None,
         on_demand: bool = False,
     ):
         self.sizes, self.on_demand = sizes, on_demand
@@ -94,9 +107,9 @@ class StepGraphs:
         self._expert_load = backends.expert_load
         self._builder = builder
         self._max_seqs = max_seqs
-        self._graphs: dict[tuple[GraphKey, GraphForm], ForwardGraph] = {}
+        self._graphs: dict[tuple[GraphKey, GraphForm], CapturedGraph] = {}
         self._postponed: set[GraphKey] = set()
-        self._ran_forms: set[tuple[bool, GraphForm]] = set()
+        self._ran_forms: set[tuple[bool, int, GraphForm]] = set()
         self._stream = _capture_stream(model.device)
         planners: list[GraphPlanner | UBatchWrapper] = [self._whole]
         if ubatches is not None:
@@ -108,9 +121,32 @@ class StepGraphs:
         self._hidden_TD = torch.zeros(sizes.largest, width, dtype=model.dtype, **new)
         self._after = {
             layer: torch.zeros(sizes.largest, width, dtype=model.dtype, **new)
-            for layer in aux_layers
+            for layer in (() if passes is None else passes.model.aux_layers)
         }
         self._logits_TV = torch.zeros(sizes.most_logits, vocab, **new)
+        self._drafts: DraftGraphs | None = None
+        if passes is not None and passes.attention.graph:
+            target = TargetStates(self._hidden_TD, self._after)
+            self._drafts = passes.capture(sizes, target, self._replay, builder, max_seqs)
+
+    @property
+    def keys(self) -> list[GraphKey]:
+        """The keys of all graphs of whole steps and of the passes behind them."""
+        passes = [] if self._drafts is None else self._drafts.keys()
+        return [*self.sizes.whole_steps(), *passes]
+
+    def require_step(self, plan: StepPlan) -> GraphKey | None:
+        """Capture the graphs of a step if they were postponed; return that of the forward. Collective, see `require`.
+
+        None: the forward runs eagerly.
+        """
+        key = None
+        if plan.graph_mode:
+            key = GraphKey(plan.graph_mode, plan.padded_tokens, plan.ubatch)
+        passes = () if self._drafts is None else self._drafts.keys_of(plan)
+        for wanted in filter(None, (key, *passes)):
+            self.require(wanted)
+        return key
 
     def count(self, keys: Iterable[GraphKey]) -> int:
         """Return the number of graphs of these keys, in all their forms."""
@@ -130,7 +166,7 @@ class StepGraphs:
         """
         now = set(keys)
         if self.on_demand:
-            largest = {(key.mode, key.ubatch): key for key in sorted(now)}
+            largest = {(key.mode, key.ubatch, key.drafts): key for key in sorted(now)}
             self._postponed |= now
             now = set(largest.values())
         return self.capture(now, progress)
@@ -177,10 +213,10 @@ class StepGraphs:
             if progress is not None:
                 progress(done, len(forms))
             # Forms of one size differ only in attention's kernel, which takes any number of rows.
-            known = key in ran and (key.ubatch, form) in self._ran_forms
+            known = key in ran and (key.ubatch, key.drafts, form) in self._ran_forms
             self._graphs[key, form] = self._capture(key, form, run=not known)
             ran.add(key)
-            self._ran_forms.add((key.ubatch, form))
+            self._ran_forms.add((key.ubatch, key.drafts, form))
         torch.cuda.synchronize(self._model.device)
         torch.cuda.empty_cache()  # eager runs on the stream of captures leave their memory with that stream
         if progress is not None:
@@ -215,9 +251,15 @@ class StepGraphs:
         if key.mode != GraphMode.VERIFY:
             form = planner.form(batch, key.rows, prompts=prompts)
         graph = self._graphs.get((key, form))
-        assert graph is not None, f"a step replays {key}, which was not captured"
-        planner.plan_graph(batch, key.rows, form)
+        assert isinstance(graph, ForwardGraph), f"a step replays {key}, which was not captured"
+        planner.plan_graph(batch, key.rows, form, prompts=key.mode == GraphMode.MIXED)
         return graph
+
+    def _replay(self, key: GraphKey, form: GraphForm) -> None:
+        """Replay the graph of passes of a draft model."""
+        graph = self._graphs.get((key, form))
+        assert graph is not None, f"passes replay {key}, which was not captured"
+        graph.graph.replay()
 
     def _planner(self, key: GraphKey) -> GraphPlanner | UBatchWrapper:
         if not key.ubatch:
@@ -226,33 +268,76 @@ class StepGraphs:
         return self._ubatches
 
     def _forms(self, key: GraphKey) -> tuple[GraphForm, ...]:
+        if key.drafts:
+            assert self._drafts is not None, "there is no draft model"
+            return self._drafts.forms(key)
         prompts = key.mode.takes_several_rows
         forms = self._planner(key).forms(key.rows, prompts=prompts)
         # Drafts follow computed tokens, so forms for new prompts never serve them.
         return forms[-1:] if key.mode == GraphMode.VERIFY else forms
 
-    def _capture(self, key: GraphKey, form: GraphForm, *, run: bool) -> ForwardGraph:
+    def _capture(self, key: GraphKey, form: GraphForm, *, run: bool) -> CapturedGraph:
         """Capture one graph. With `run` the forward first runs eagerly, so that kernels compile and allocate there."""
+        batch = self._builder.build(_IDLE, key.rows, graph=True)
+        self._plan_dummy(key, form)
+        if key.drafts:
+            assert self._drafts is not None, "there is no draft model"
+            graph, _ = self._record(partial(self._drafts.run, batch, key), run=run)
+            return CapturedGraph(graph)
+        graph, _ = self._record(partial(self._forward, batch, key), run=run)
+        logits_TV = self._logits_TV[: key.rows] if key.mode.gives_logits else None
+        after = {layer: hidden_TD[: key.rows] for layer, hidden_TD in self._after.items()}
+        return ForwardGraph(graph, self._hidden_TD[: key.rows], logits_TV, after)
+
+    def _plan_dummy(self, key: GraphKey, form: GraphForm) -> None:
+        """Plan attention for decodes without context, of which K and V are not written."""
+        count = min(key.rows, self._max_seqs)
+        decodes = AttentionBatch.dummy_decodes(count, self._model.device)
+        if not key.drafts:
+            prompts = key.mode == GraphMode.MIXED
+            self._planner(key).plan_graph(decodes, key.rows, form, prompts=prompts)
+            return
+        assert self._drafts is not None, "there is no draft model"
+        self._drafts.plan_dummy(decodes, key, form)
+
+    @torch.inference_mode()
+    def seconds(self, key: GraphKey) -> float:
+        """Return the device's seconds of a replay with random tokens in all rows, without context. Collective."""
+        form = self._forms(key)[-1]
+        device = self._model.device
+        batch = self._builder.build(_IDLE, key.rows, graph=True)
+        assert isinstance(batch.num_token_non_padded, torch.Tensor)
+        batch.num_token_non_padded.fill_(key.rows)
+        batch.input_ids.random_(self._model.config.vocab_size)
+        self._plan_dummy(key, form)
+        replay = self._graphs[key, form].graph.replay
+        replay()
+        clock = StepClock(device)
+        clock.mark()
+        for _ in range(REPLAYS):
+            replay()
+        clock.mark()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return clock.seconds()[0] / REPLAYS
+
+    def _record(self, forward: Callable[[], T], *, run: bool) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Capture a function; return its graph, and its result, which is in the memory pool. run: as in `_capture`."""
         if not self._graphs:  # a pool is freed with its last graph
             self._pool = torch.cuda.graph_pool_handle()
-        batch = self._builder.build(_IDLE, key.rows, graph=True)
-        decodes = AttentionBatch.dummy_decodes(min(key.rows, self._max_seqs), self._model.device)
-        self._planner(key).plan_graph(decodes, key.rows, form)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if run:
-                self._forward(batch, key)
+                forward()
             # thread_local, because other threads may use the device meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self._forward(batch, key)
+                result = forward()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        logits_TV = self._logits_TV[: key.rows] if key.mode.gives_logits else None
-        after = {layer: hidden_TD[: key.rows] for layer, hidden_TD in self._after.items()}
-        return ForwardGraph(graph, self._hidden_TD[: key.rows], logits_TV, after)
+        return graph, result
 
     def _forward(self, batch: ForwardBatch, key: GraphKey) -> None:
         """Run the forward into the buffers of hidden states and logits, and count the rows of the experts."""

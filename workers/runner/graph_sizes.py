@@ -23,20 +23,31 @@ class GraphsUnavailableError(ValueError):
 
 
 class GraphKey(NamedTuple):
-    """A captured forward: the steps it serves, its rows, and whether it runs in ubatches."""
+    """A captured forward: the steps it serves, its rows, and whether it runs in ubatches.
+
+    drafts   0: the forward of the model; 1: the first pass of a draft model behind it. Of mode DRAFT: tokens that the
+             draft model's passes draft of each row
+    """
 
     mode: GraphMode
     rows: int
     ubatch: bool = False
+    drafts: int = 0
 
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Rows of the graphs that every rank has, ascending, of DECODE, MIXED and VERIFY steps."""
+    """Rows of the graphs that every rank has, ascending, of DECODE, MIXED and VERIFY steps.
+
+    draft         sequences in the graphs of a draft model's further passes, behind its first pass over all rows
+    draft_tokens  most tokens that these graphs draft of each sequence
+    """
 
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
     verify: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
+    draft_tokens: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.mixed)
@@ -66,6 +77,20 @@ class GraphSizes:
         decodes = [GraphKey(GraphMode.DECODE, rows) for rows in self.decode]
         verify = [GraphKey(GraphMode.VERIFY, rows) for rows in self.verify]
         return [*decodes, *verify, *(GraphKey(GraphMode.MIXED, rows) for rows in self.mixed)]
+
+    def further_passes(self) -> list[GraphKey]:
+        """Return the keys of the graphs of a draft model's further passes; each drafts one token or the most."""
+        depths = sorted({1, self.draft_tokens}) if self.draft else ()
+        return [
+            GraphKey(GraphMode.DRAFT, rows, drafts=depth) for depth in depths for rows in self.draft
+        ]
+
+    def further_key(self, num_rows: int, num_drafts: int) -> GraphKey | None:
+        """Return the graph that drafts so many tokens of the sequences of a rank; None: no graph."""
+        rows = _smallest(self.draft, num_rows) if num_rows else 0
+        if not rows or num_drafts not in (1, self.draft_tokens):
+            return None
+        return GraphKey(GraphMode.DRAFT, rows, drafts=num_drafts)
 
     def key(
         self, forward_mode: ForwardMode, num_tokens: int, ubatch: bool = False
@@ -127,12 +152,14 @@ def graphs_to_capture(
     mixed: bool,
     rows_per_seq: int = 1,
     decodes: bool = True,
+    drafts: bool = False,
 ) -> GraphSizes:
     """Return the sizes of a rank's graphs; none where graphs are off or unavailable.
 
     mixed          whether the attention can be captured with prompts
     rows_per_seq   most rows of a sequence that decodes, its drafts included; from 2 on there are VERIFY graphs
     decodes        whether the model decodes
+    drafts         whether all passes of a draft model can be captured
 
     Raises GraphsUnavailableError if the configuration demands graphs that are unavailable.
     """
@@ -149,7 +176,8 @@ def graphs_to_capture(
         verify = _cut(sizes, max_verify) if max_verify else ()
     if not decodes:
         decode = verify = ()
-    return GraphSizes(decode, all_steps if mixed else (), verify)
+    draft = (decode, rows_per_seq - 1) if drafts and decode else ()
+    return GraphSizes(decode, all_steps if mixed else (), verify, *draft)
 
 
 def _cut(sizes: Sequence[int], max_rows: int) -> tuple[int, ...]:

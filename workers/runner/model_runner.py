@@ -14,9 +14,11 @@ from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_snapshots import independent
 from workers.models.decoder import DecoderLM
 from workers.pooling.head import PoolingHead
+from workers.runner.accepted_drafts import accept_drafts
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
-from workers.runner.draft_passes import NO_TOKEN, DraftPasses
+from workers.runner.draft_graphs import NO_TOKEN, TargetStates
+from workers.runner.draft_passes import DraftPasses
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.sampling.grammar_bitmask import GrammarBitmasks, PendingBitmask
 from workers.sampling.logprobs import PromptLogprobs
@@ -116,6 +118,7 @@ class ModelRunner:
             raise
         clock.mark()
         sampled, failure = self._try_sample(scheduled, batch, forwarded, mask)
+        clock.mark()
         drafts_SK = counts_B = None
         if self._acceptance is not None and scheduled.draft_token_ids is not None:
             counts_B = self._acceptance.counts(scheduled)
@@ -123,9 +126,13 @@ class ModelRunner:
             drafts_SK = self._draft(
                 self.drafts, scheduled, batch, plan, forwarded, sampled, counts_B
             )
+        clock.mark()
         try:
             if failure is not None:
                 raise failure
+            if self._linear_attention is not None:
+                drawn = sampled.token_B, counts_B
+                accept_drafts(self._linear_attention, scheduled, batch, *drawn)
             return self._finish(
                 scheduled, batch, plan, forwarded, sampled, drafts_SK, counts_B, clock, prepare
             )
@@ -163,10 +170,10 @@ class ModelRunner:
         hidden_TD, _, hidden_after = forwarded
         token_L = sampled.token_B.to(self._device)
         failed = len(token_L) < len(batch.logits_indices)
-        states_TD = drafts.model.read_target(hidden_TD, hidden_after)
+        target = TargetStates(hidden_TD, hidden_after)
         try:
             drawn_L = None if failed else token_L
-            return drafts.run(scheduled, batch, plan, states_TD, drawn_L, counts_B)
+            return drafts.run(scheduled, batch, plan, target, drawn_L, counts_B)
         except BaseException:
             self._backends.all2all.reset()
             raise
@@ -208,7 +215,7 @@ class ModelRunner:
                 *sampled.lists(),
                 prompt_logprobs={name: parts.lists() for name, parts in prompts.items()} or None,
                 vectors=None if vectors is None else vectors.lists(len(scheduled.seqs)),
-                times=RunTimes(prepare, *clock.seconds()),
+                times=RunTimes.of(prepare, *clock.seconds()),
                 drafts=None if drafts_SK is None else _drafts_of(scheduled, drafts_SK),
                 counts_B=counts_B,
                 expert_counts=None if counts_Ls is None else counts_Ls.numpy(),
@@ -243,7 +250,7 @@ class ModelRunner:
             max_seqs=self._max_num_seqs,
             max_blocks=self._max_blocks,
             ubatches=self.ubatches,
-            aux_layers=self.aux_layers,
+            passes=self.drafts,
             on_demand=on_demand,
         )
         return self.graphs
@@ -281,13 +288,11 @@ class ModelRunner:
             self.graphs.close()
 
     def _graph_key(self, plan: StepPlan) -> GraphKey | None:
-        """Return the graph that the step replays, captured by now; None for an eager step."""
-        if not plan.graph_mode:
+        """Return the graph that the step replays; it and those of a draft model are captured by now. None: eager."""
+        if self.graphs is None:
+            assert not plan.graph_mode, "a step replays graphs, but there are none"
             return None
-        assert self.graphs is not None, "a step replays graphs, but there are none"
-        key = GraphKey(plan.graph_mode, plan.padded_tokens, plan.ubatch)
-        self.graphs.require(key)
-        return key
+        return self.graphs.require_step(plan)
 
     def _plan(
         self, batch: ForwardBatch, plan: StepPlan, key: GraphKey | None

@@ -9,12 +9,15 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from workers.config import SpeculationConfig
-from workers.speculation.depth import Acceptance, choose_depths
+from workers.speculation.depth import PRIOR, Acceptance, choose_depths
 from workers.speculation.drafter import Drafter, Guesses
 from workers.speculation.model_drafter import ModelDrafter
 from workers.speculation.ngram import NGramDrafter
-from workers.speculation.step_times import DraftCosts
+from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize
 from workers.step.sequence import Sequence
+
+PROBE_EVERY = 8
+"""Steps from one draft to the next while no drafts pay: a draft costs the draft model's head, of whole logits."""
 
 
 class Speculator:
@@ -24,7 +27,10 @@ class Speculator:
     are compared with the tokens also where they are not drafted, so that a sequence begins again without a trial.
     """
 
-    def __init__(self, drafter: Drafter, config: SpeculationConfig):
+    def __init__(
+        self, drafter: Drafter, config: SpeculationConfig, measured: StepSeconds | None = None
+    ):
+        """Take the seconds of steps, if they were measured at the start."""
         self._drafter, self._most, self._adaptive = (
             drafter,
             config.num_draft_tokens,
@@ -33,7 +39,7 @@ class Speculator:
         self._synthetic = config.accept_lengths is not None
         self.uses_model = config.uses_model
         self._acceptance: dict[Sequence, Acceptance] = {}
-        self._costs = DraftCosts()
+        self._costs = DraftCosts(measured)
         self._least = 0.0  # acceptance from which drafts pay
 
     def committed(
@@ -57,8 +63,13 @@ class Speculator:
         acceptance.count(*guesses)
         if drafts:
             self._drafter.drafted(seq, drafts)
-        pays = not self._adaptive or acceptance.share >= self._least
-        seq.speculates = pays and self._drafter.has_drafts(seq)
+        seq.speculates = self._pays(seq) and self._drafter.has_drafts(seq)
+
+    def _pays(self, seq: Sequence) -> bool:
+        """Return whether a draft of `seq` is expected to pay; it may have none."""
+        acceptance = self._acceptance.get(seq)
+        share = PRIOR if acceptance is None else acceptance.share
+        return not self._adaptive or share >= self._least
 
     def drafts(
         self, seqs: list[Sequence], num_decodes: int, budget: int
@@ -71,7 +82,7 @@ class Speculator:
         if not num_decodes:
             return
         # With a draft for each sequence, tokens rise by the share of right guesses.
-        costs = self._costs.expected(num_decodes, max(1, num_decodes))
+        costs = self._costs.expected(num_decodes, max(1, num_decodes), self._draft_steps)
         self._least = float(costs[-1]) - 1
         most = min(self._most, budget)
         found = [(seq, drafts) for seq in seqs if (drafts := self._drafter.propose(seq, most))]
@@ -83,7 +94,9 @@ class Speculator:
                 np.array([self._acceptance[seq].share for seq, _ in found]),
                 available_S,
                 num_decodes,
-                self._costs.expected(num_decodes, min(budget, int(available_S.sum()))),
+                self._costs.expected(
+                    num_decodes, min(budget, int(available_S.sum())), self._draft_steps
+                ),
             )
             if not depths.any():
                 self._costs.relax()
@@ -94,13 +107,24 @@ class Speculator:
             if depth:
                 yield seq, drafts[:depth]
 
-    def draft_steps(self, seqs: Iterable[Sequence]) -> int:
-        """Return how many tokens a draft model is to draft of each of these sequences behind the next step."""
-        return self._most if any(seq.speculates for seq in seqs) else 1
+    @property
+    def _draft_steps(self) -> int:
+        """Tokens that a draft model drafts behind a step with drafts; 0: there is none."""
+        return self._most if self.uses_model else 0
 
-    def observe(self, rows: int, num_drafts: int, seconds: float) -> None:
-        """Count a step without prompts: rows of the busiest rank, and drafts of this rank."""
-        self._costs.observe(rows, num_drafts, seconds)
+    def draft_steps(self, seqs: Iterable[Sequence], step: int) -> int:
+        """Return how many tokens a draft model is to draft of each of these sequences behind step number `step`.
+
+        While no drafts pay, it drafts one token in each PROBE_EVERY-th step, which is compared with the token that
+        comes: ranks probe in the same steps.
+        """
+        if any(map(self._pays, seqs)):
+            return self._most
+        return int(step % PROBE_EVERY == 0)
+
+    def observe(self, size: StepSize, seconds: float) -> None:
+        """Count a step without prompts."""
+        self._costs.observe(size, seconds)
 
     def forget(self, seq: Sequence) -> None:
         """Free what is kept of a sequence that has ended."""
@@ -108,10 +132,14 @@ class Speculator:
         self._drafter.forget(seq)
 
 
-def make_speculator(config: SpeculationConfig) -> Speculator | None:
-    """Return the speculation of a rank in an epoch, where the model takes drafts back; None: off."""
+def make_speculator(
+    config: SpeculationConfig, measured: StepSeconds | None = None
+) -> Speculator | None:
+    """Return the speculation of a rank in an epoch; None: off.
+
+    measured   seconds of steps; None: they were not measured at the start
+    """
     if config.method == "off":
         return None
-    if config.uses_model:
-        return Speculator(ModelDrafter(), config)
-    return Speculator(NGramDrafter(), config)
+    drafter = ModelDrafter() if config.uses_model else NGramDrafter()
+    return Speculator(drafter, config, measured)

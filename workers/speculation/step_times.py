@@ -1,6 +1,12 @@
-"""The time of a step by its rows, from steps in service. Pure arithmetic: no clock."""
+"""The time of a step by its rows, measured at the start and from steps in service. Pure arithmetic: no clock."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from workers.step.step_sync import GraphMode, StepPlan
 
 DECAY = 0.98
 """Weight of a step in the averages, against the step after it: the last 50 steps count for most."""
@@ -18,10 +24,104 @@ LEAST_S = 1e-9
 """Least expected time: a line through the origin has none for no rows."""
 
 SMOOTHING = 0.1
-"""Weight of a step with drafts in their mean excess."""
+"""Weight of a step in the mean excess of steps with drafts, and in the ratio of steps to their measured times."""
 
 RELAXATION = 0.998
 """Factor of an excess that was not measured again: from 1.10 to 1.05 it takes 350 steps."""
+
+
+class StepSize(NamedTuple):
+    """What the time of a step without prompts depends on.
+
+    rows      of the busiest rank
+    verifies  a rank verifies drafts
+    seqs      sequences of the busiest rank that a draft model drafts tokens of
+    drafts    tokens that it drafts of each
+    """
+
+    rows: int
+    verifies: bool
+    seqs: int = 0
+    drafts: int = 0
+
+    @classmethod
+    def of(cls, plan: StepPlan, own_drafts: int) -> "StepSize":
+        """Return the size of a step in which this rank verifies `own_drafts` drafts."""
+        verifies = own_drafts > 0 or plan.graph_mode == GraphMode.VERIFY
+        return cls(max(plan.num_tokens_across_dp), verifies, plan.draft_rows, plan.draft_steps)
+
+
+Curve = tuple[tuple[int, float], ...]
+"""Seconds by rows, ascending in rows; none: such forwards were not measured, and take no time."""
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """The seconds of captured forwards behind no context, of the slowest rank.
+
+    decode, verify     the model's forward, with one row a sequence and with drafts; without `verify`, as `decode`
+    first              a draft model's pass over all rows
+    one_draft, drafts  its further passes, which draft one token of each sequence, or the most
+    """
+
+    decode: Curve = ()
+    verify: Curve = ()
+    first: Curve = ()
+    one_draft: Curve = ()
+    drafts: Curve = ()
+
+    def __str__(self) -> str:
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return "; ".join(
+            f"{name} " + ", ".join(f"{rows}: {1e3 * seconds:.2f}" for rows, seconds in curve)
+            for name, curve in found.items()
+            if curve
+        )
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> "StepSeconds":
+        """Return the times of `asdict`, as JSON carries them."""
+        return cls(
+            **{
+                name: tuple((rows, seconds) for rows, seconds in curve)
+                for name, curve in fields.items()
+            }
+        )
+
+    @classmethod
+    def slowest(cls, ranks: Iterable["StepSeconds"]) -> "StepSeconds":
+        """Return the longest time of any rank; all have measured the same rows."""
+        curves = zip(*(asdict(one).values() for one in ranks), strict=True)
+        return cls(
+            *(
+                tuple(
+                    (of[0][0], max(seconds for _, seconds in of)) for of in zip(*one, strict=True)
+                )
+                for one in curves
+            )
+        )
+
+    def of(
+        self, rows: np.ndarray | int, verifies: bool, seqs: int = 0, drafts: int = 0
+    ) -> np.ndarray:
+        """Return the seconds of steps of these rows; further arguments as StepSize."""
+        parts = [_interpolate((self.verify if verifies else ()) or self.decode, rows)]
+        if seqs:
+            parts.append(_interpolate(self.first, rows))
+        if drafts:
+            parts.append(_interpolate(self.one_draft if drafts == 1 else self.drafts, seqs))
+        seconds: np.ndarray = np.sum(np.broadcast_arrays(*parts), axis=0)
+        return seconds
+
+
+def _interpolate(curve: Curve, rows: np.ndarray | int) -> np.ndarray:
+    """Return the seconds of `rows`; behind the largest they are in proportion to the rows."""
+    if not curve:
+        return np.zeros(np.shape(rows))
+    known, seconds = np.array(curve).T
+    beyond = np.maximum(1.0, rows / known[-1])
+    found: np.ndarray = np.interp(rows, known, seconds) * beyond
+    return found
 
 
 class StepTimes:
@@ -69,26 +169,50 @@ class StepTimes:
 class DraftCosts:
     """The time of a step with drafts, in multiples of the step without.
 
-    The line through all steps has the cost of more rows. What steps with drafts take beside it, because they run other
-    kernels, is their mean excess.
+    A step by its rows has the seconds that were measured at the start, times the ratio that steps in service have to
+    them; without measurements, those of a line through the steps in service. What steps with drafts take beside that,
+    because they run other kernels or wait for the host, is their mean excess.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, measured: StepSeconds | None = None) -> None:
+        self._measured = measured if measured is not None and measured.decode else None
+        self._ratio = 1.0
         self._times = StepTimes()
         self._excess = 0.0
 
-    def observe(self, rows: int, num_drafts: int, seconds: float) -> None:
-        """Count a step without prompts: rows of the busiest rank, and drafts of this rank."""
-        if num_drafts and self._times.known:
-            found = min(seconds / self._times.expected(rows), OUTLIER) - 1
-            self._excess += SMOOTHING * (found - self._excess)
-        self._times.observe(rows, seconds)
+    def observe(self, size: StepSize, seconds: float) -> None:
+        """Count a step without prompts."""
+        expected = self._expected(size)
+        if expected is not None:
+            found = min(seconds / expected, OUTLIER) - 1
+            if size.verifies:
+                self._excess += SMOOTHING * (found - self._excess)
+            else:
+                self._ratio *= 1 + SMOOTHING * found
+        self._times.observe(size.rows, seconds)
+
+    def _expected(self, size: StepSize) -> float | None:
+        """Return the seconds of a step but for the excess; None: unknown."""
+        if self._measured is not None:
+            return max(LEAST_S, self._ratio * float(self._measured.of(*size)))
+        return self._times.expected(size.rows) if self._times.known else None
 
     def relax(self) -> None:
         """Take steps with drafts for a little cheaper, so that one bad measurement does not count for ever."""
         self._excess *= RELAXATION
 
-    def expected(self, num_decodes: int, num_drafts: int) -> np.ndarray:
-        """Return the costs of 1 to `num_drafts` drafts beside `num_decodes` decodes, float64 [num_drafts]."""
-        alone_s, per_row_s = self._times.expected(num_decodes), self._times.seconds_per_row
-        return (1 + self._excess) * (1 + per_row_s / alone_s * np.arange(1, num_drafts + 1))
+    def expected(self, num_decodes: int, num_drafts: int, draft_steps: int = 0) -> np.ndarray:
+        """Return the costs of 1 to `num_drafts` drafts beside `num_decodes` decodes, float64 [num_drafts].
+
+        draft_steps   tokens that a draft model drafts behind a step with drafts; 0: there is none
+        """
+        more_N = np.arange(1, num_drafts + 1)
+        measured = self._measured
+        if measured is not None:
+            seqs = num_decodes if draft_steps else 0
+            alone_s = max(LEAST_S, float(measured.of(num_decodes, False, seqs)))
+            costs_N = measured.of(num_decodes + more_N, True, seqs, draft_steps) / alone_s
+        else:
+            alone_s = self._times.expected(num_decodes)
+            costs_N = np.array(1 + self._times.seconds_per_row / alone_s * more_N)
+        return (1 + self._excess) * costs_N

@@ -19,7 +19,7 @@ from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.step_output import StepOutput
 from workers.step.step_sync import StepPlan
 
-STEP_PARTS = ("schedule", "vote", "prepare", "forward", "sample", "output")
+STEP_PARTS = ("schedule", "vote", "prepare", "forward", "sample", "draft", "output")
 STEP_TOKENS = tuple(float(2**i) for i in range(15))
 
 
@@ -100,7 +100,8 @@ class EngineStats:
         self._drafts.count(batch, output)
         self.kinds[mode.name, plan.graph_mode.name, str(plan.ubatch)] += 1
         times = output.times
-        parts = (host.schedule, host.vote, times.prepare, times.forward, times.sample, publish)
+        host_parts = host.schedule, host.vote, times.prepare
+        parts = *host_parts, times.forward, times.sample, times.draft, publish
         for name, seconds in zip(STEP_PARTS, parts, strict=True):
             self.seconds[name] += seconds
         if output.expert_counts is not None:

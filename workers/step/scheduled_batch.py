@@ -18,10 +18,12 @@ NO_DRAFT = int(np.iinfo(np.int64).min)
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """Work of one step. Sequences with one row come first, because attention computes one row as a decode.
+    """Work of one step. Sequences with one row come first, because attention computes one row as a decode; then those
+    with drafts, because linear attention computes them as decodes too.
 
     num_tokens       rows of the forward, without padding
     num_single_rows  how many sequences have one row: all decodes, and prompts of which one token is left
+    num_verify       how many sequences behind them have drafts
     prefill_tokens   tokens of sequences of kind PROMPT
     num_new_tokens   int64 [B], rows of each sequence
     num_logits       int64 [B], rows with logits of each sequence
@@ -38,6 +40,7 @@ class ScheduledBatch:
     seqs: list[Sequence]
     num_tokens: int
     num_single_rows: int
+    num_verify: int
     prefill_tokens: int
     num_new_tokens: np.ndarray
     num_logits: np.ndarray
@@ -58,9 +61,12 @@ class ScheduledBatch:
     ) -> "ScheduledBatch":
         """Return the batch of `parts` in any order."""
         single = [part for part in parts if part.num_new == 1]
-        num_single_rows = len(single)
+        num_single_rows, num_verify = len(single), 0
         if num_single_rows < len(parts):
-            parts = single + [part for part in parts if part.num_new != 1]
+            several = [part for part in parts if part.num_new != 1]
+            verify = [part for part in several if part.kind is VERIFY]
+            num_verify = len(verify)
+            parts = single + verify + [part for part in several if part.kind is not VERIFY]
         num_new = [part.num_new for part in parts]
         num_logits = np.array([part.num_logits for part in parts], dtype=np.int64)
         others = [part for part in parts if part.kind is not DECODE]
@@ -79,6 +85,7 @@ class ScheduledBatch:
             seqs=[part.seq for part in parts],
             num_tokens=sum(num_new),
             num_single_rows=num_single_rows,
+            num_verify=num_verify,
             prefill_tokens=sum(part.num_new for part in others if part.kind is PROMPT),
             num_new_tokens=np.array(num_new, dtype=np.int64),
             num_logits=num_logits,

@@ -193,8 +193,7 @@ class InputBatch:
     def propose(self, seq: Sequence, draft_token_ids: Iterable[int]) -> None:
         """Let the next step verify drafts, as many as `seq` may have tokens before its last.
 
-        seq.takes_drafts must hold, and `takes_back` of the KV cache. Drafts end before the first that the grammar of
-        `seq` forbids.
+        seq.takes_drafts must hold. Drafts end before the first that the grammar of `seq` forbids.
         """
         assert seq.takes_drafts, f"{seq.request.request_id} takes no drafts"
         start = seq.num_tokens

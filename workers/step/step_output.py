@@ -5,6 +5,7 @@ B sequences.
 
 from dataclasses import dataclass, replace
 from itertools import compress
+from typing import Self
 
 import numpy as np
 
@@ -14,11 +15,17 @@ from workers.wire.request import RequestOutput, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class RunTimes:
-    """Seconds of one step by part: `prepare` on the host; `forward` and `sample` on a GPU, if any."""
+    """Seconds of one step by part: `prepare` on the host; the others on a GPU, if any; `draft` of a draft model."""
 
     prepare: float = 0.0
     forward: float = 0.0
     sample: float = 0.0
+    draft: float = 0.0
+
+    @classmethod
+    def of(cls, prepare: float, forward: float, sample: float, draft: float, rest: float) -> Self:
+        """Return the times of a step; `rest` is the time behind the drafts, for logprobs and vectors of prompts."""
+        return cls(prepare, forward, sample + rest, draft)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,13 +62,15 @@ class ForwardMode(IntEnum):
 class GraphMode(IntEnum):
     """CUDA graphs that a step replays. MIXED graphs run any step; DECODE graphs run decodes only, but faster.
 
-    VERIFY graphs run decodes and drafts, with logits of all rows as DECODE graphs.
+    VERIFY graphs run decodes and drafts, with logits of all rows as DECODE graphs. DRAFT graphs run passes of a draft
+    model behind a step of any kind; no step has that kind.
     """
 
     NONE = 0
     MIXED = 1
     DECODE = 2
     VERIFY = 3
+    DRAFT = 4
 
     @property
     def takes_several_rows(self) -> bool:
@@ -102,7 +104,7 @@ class Vote:
     prefill_tokens  tokens of prompts among num_tokens
     prefill_cap   most prompt tokens that a rank may run in the next step, because this rank decodes in it; 0 if it does
                   not
-    draft_steps   tokens that a draft model is to draft of each sequence behind the step; 0 without one
+    draft_steps   tokens that a draft model is to draft of each sequence behind the step; at 0 it reads the step alone
     draft_rows    sequences that it is to draft tokens of
     move          number of the move of experts that the rank stages; 0 without one
     move_staged   1 + position in the move of the layer that the rank has staged; 0 if it still stages

@@ -107,11 +107,13 @@ class UBatchWrapper:
         }
         return found.pop() if len(found) == 1 else general
 
-    def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
-        """As GraphAttention.plan_graph, for each ubatch."""
+    def plan_graph(
+        self, batch: AttentionBatch, num_rows: int, form: GraphForm, *, prompts: bool
+    ) -> None:
+        """As GraphPlanner.plan_graph, for each ubatch."""
         self._planned, self._planned_rows = None, num_rows
         for planner, (start, end) in self._with_rows(num_rows):
-            planner.plan_graph(batch.ubatch(start, end), end - start, form)
+            planner.plan_graph(batch.ubatch(start, end), end - start, form, prompts=prompts)
 
     def _graph_planners(self) -> list[GraphPlanner]:
         return [GraphPlanner.of(own) for own in self.backends]

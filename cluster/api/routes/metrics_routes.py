@@ -47,7 +47,8 @@ def add_metrics_routes(
         """The ranks' counters and gauges, at most serve.stats_fresh_s old; a reader takes rates from two answers.
 
         `time` (Unix seconds) is the clock for rates. Counters since the start: prompt_tokens, generation_tokens,
-        preemptions, prefix_cache_queries, prefix_cache_hits, steps, idle_steps, step_seconds by part. Gauges:
+        preemptions, prefix_cache_queries, prefix_cache_hits, steps, idle_steps, drafts (times that a sequence had draft
+        tokens in a step), draft_tokens, accepted_tokens, step_seconds by part. Gauges:
         running, waiting, kv_cache_usage (1 = all blocks), prefill_cap (most prompt tokens of a rank in a step in
         which a rank decodes; null = no limit). `epoch` counts the rebuilds of the group.
         `groups` as in /ready.
@@ -130,6 +131,9 @@ _RANK_FIELDS: dict[str, Any] = {
     "preemptions": 0,
     "steps": 0,
     "idle_steps": 0,
+    "drafts": 0,
+    "draft_tokens": 0,
+    "accepted_tokens": 0,
     "step_seconds": {},
 }
 

@@ -1,0 +1,58 @@
+"""Steps with drafts on a GPU, replayed from graphs: tokens are those that float32 would choose, or nearly so."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.backends.select import probe
+from tests.distributed.engine_harness import Event, make_request
+from tests.gpu.test_cuda_graphs import MARGIN, MEAN, alone, configure
+from tests.gpu_families import released_shape
+from tests.token_judge import TokenJudge, steep_routers, transformers_reference
+from workers.config import RankConfig, SpeculationConfig
+
+MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
+
+
+def repeating(num_requests: int) -> list[Event]:
+    """Prompts of one repeated phrase, so that copied text is often right, and some requests that are aborted."""
+    chance, events = random.Random(6), []
+    for number in range(num_requests):
+        phrase = [chance.randrange(256) for _ in range(chance.choice([2, 5, 9]))]
+        prompt = (phrase * 40)[: chance.choice([1, 16, 40, 100])]
+        asked = make_request(str(number), prompt, max_tokens=chance.randint(20, 60))
+        step = 3 * number
+        events.append(Event(step, 0, asked))
+        if chance.random() < 0.1:
+            events.append(Event(step + chance.randint(5, 15), 0, abort=str(number)))
+    return events
+
+
+def drafting(checkpoint: Path, method: str, num_drafts: int) -> RankConfig:
+    speculation = SpeculationConfig(method=method, num_draft_tokens=num_drafts, adaptive=False)
+    return configure(checkpoint).model_copy(update={"speculation": speculation})
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "num_drafts"),
+    [("qwen3_moe", "ngram", 3), ("qwen3_next", "ngram", 4), ("qwen3_next", "mtp", 2)],
+)
+def test_drafts_change_no_token(tmp_path: Path, family: str, method: str, num_drafts: int) -> None:
+    """Prompts in chunks, decodes with and without drafts, and aborts."""
+    shape = {"num_experts_per_tok": 8, "mtp": method == "mtp"}
+    checkpoint = steep_routers(released_shape(tmp_path / "model", family, **shape))
+    events = repeating(40)
+    # A draft model reads its drafts on the host between its passes.
+    waits = method == "mtp"
+    config = drafting(checkpoint, method, num_drafts)
+    answers = alone(config, events, no_waiting=not waits)
+    assert answers.num_of("VERIFY") > 5, answers.kinds
+    assert answers.num_of("MIXED") and not answers.num_of("NONE")
+    judge = TokenJudge(transformers_reference(checkpoint), MARGIN, MEAN)
+    for event in events:
+        if event.request is not None and (tokens := answers.tokens.get(event.request.request_id)):
+            judge.greedy(event.request.prompt_token_ids, tokens, event.request.request_id)
+    judge.close(at_least=500)

@@ -1,0 +1,170 @@
+"""Passes of a draft model in graphs, on a CPU: drafts and tokens are those of eager passes."""
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.graph_fakes import EagerGraphs, eager_graphs, make_capturable
+from tests.unit.test_draft_engine import PARAMS, checkpoints, folder, run
+from tests.unit.test_speculation import MEASURED
+from workers.rank.epoch import Epoch
+from workers.rank.rank_info import KV_CACHE
+from workers.runner.draft_rows import IN_SEQUENCE, next_tokens
+from workers.runner.graph_sizes import GraphKey, GraphSizes, decode_sizes, mixed_sizes
+from workers.runner.graph_times import agreed_times
+from workers.speculation.model_drafter import ModelDrafter
+from workers.speculation.step_times import StepSeconds
+from workers.step.sequence import Sequence
+from workers.step.step_sync import GraphMode
+
+__all__ = ["checkpoints", "folder"]  # fixtures
+
+DEPTH = 3
+SMALL: dict[str, Any] = {"scheduler": {"max_num_batched_tokens": 32}}
+WHOLE = GraphSizes(decode_sizes(3), mixed_sizes(32), decode_sizes(12), decode_sizes(3), DEPTH)
+SIZES = {
+    "all": WHOLE,
+    "first": GraphSizes(WHOLE.decode, WHOLE.mixed, WHOLE.verify),
+    "decodes": WHOLE,  # the draft model's attention takes no prompts in graphs
+    "few": GraphSizes((1, 2), (8,), (4,), (1, 2), DEPTH),
+}
+
+
+class Captured:
+    """Gives an epoch graphs, and counts the replays of draft models' passes by key."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch):
+        self.sizes, self.mixed, self.monkeypatch = SIZES[name], name != "decodes", monkeypatch
+        self.replays: Counter[GraphKey] = Counter()
+        replay = EagerGraphs._replay
+
+        def count(graphs: EagerGraphs, key: GraphKey, form: Any) -> None:
+            self.replays[key] += 1
+            replay(graphs, key, form)
+
+        monkeypatch.setattr(EagerGraphs, "_replay", count)
+
+    def __call__(self, epoch: Epoch) -> None:
+        epoch.run_stage(KV_CACHE, lambda done, total: None)
+        assert epoch.runner.drafts is not None
+        make_capturable(epoch.runner.drafts.attention, self.monkeypatch, mixed=self.mixed)
+        graphs = eager_graphs(epoch.runner, self.sizes, self.monkeypatch)
+        graphs.provide(graphs.keys)
+        self.monkeypatch.setattr(epoch.runner, "graphs", graphs)
+        epoch.graph_sizes = self.sizes
+
+
+class Drafted:
+    """The drafts of a run by request and tokens before them; some are replaced by `answers` before they are taken."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.seen: list[tuple[str, int, tuple[int, ...]]] = []
+        self.answers: dict[str, list[int]] = {}
+        taken = ModelDrafter.drafted
+
+        def record(drafter: ModelDrafter, seq: Sequence, token_ids: tuple[int, ...]) -> None:
+            name, place = seq.request.request_id, seq.num_output_tokens
+            self.seen.append((name, place, token_ids))
+            right = self.answers[name][place : place + place % (DEPTH + 1)]
+            taken(drafter, seq, (*right, *token_ids[len(right) :])[: len(token_ids)])
+
+        monkeypatch.setattr(ModelDrafter, "drafted", record)
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+@pytest.mark.parametrize(
+    ("captured", "params"),
+    [("all", PARAMS[0]), ("all", PARAMS[1]), ("first", {}), ("decodes", {}), ("few", {})],
+)
+def test_drafts_of_captured_passes_are_those_of_eager_passes(
+    checkpoints: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    captured: str,
+    params: dict[str, Any],
+) -> None:
+    """With chunks of prompts, any number of accepted drafts, and sequences that end with their memory."""
+    sections = checkpoints[method]
+    speculation = sections["speculation"] | {"num_draft_tokens": DEPTH, "adaptive": False}
+    sizes = {**SMALL, "model": sections["model"] | {"max_model_len": 52}}
+    plain, _ = run({"model": sections["model"]}, params, **sizes)
+    drafted = Drafted(monkeypatch)
+    drafted.answers = plain
+    found, counts = run(sections, params, speculation=speculation, **sizes)
+    eager = list(drafted.seen)
+    assert found == plain and counts["accepted"] > 10 and len(eager) > 12
+    assert {1, 2, 3} <= {len(drafts) for *_, drafts in eager}
+    drafted.seen.clear()
+    graphs = Captured(captured, monkeypatch)
+    found, _ = run(sections, params, graphs, speculation=speculation, **sizes)
+    assert found == plain
+    assert drafted.seen == eager
+    modes = {(key.mode.name, key.drafts) for key in graphs.replays}
+    first = {("MIXED", 1), ("VERIFY", 1)} if captured != "decodes" else set()
+    further = {("DRAFT", DEPTH)} if captured != "first" else set()
+    assert modes - {("DECODE", 1)} == first | further
+
+
+def test_synthetic_acceptance_is_that_of_eager_passes(
+    checkpoints: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculation = {"method": "mtp", "num_draft_tokens": DEPTH, "accept_lengths": [0.9, 0.5]}
+    sections = {
+        "model": checkpoints["mtp"]["model"] | {"weights": "dummy"},
+        "speculation": speculation | {"adaptive": False},
+    }
+    expected = run(sections, {}, **SMALL)
+    graphs = Captured("all", monkeypatch)
+    assert run(sections, {}, graphs, **SMALL) == expected
+    assert graphs.replays[GraphKey(GraphMode.DRAFT, 3, drafts=DEPTH)]
+
+
+def test_graphs_are_timed_at_the_start(
+    checkpoints: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of powers of two and the largest; other ranks were slower, and tokens afterwards are those of before."""
+    graphs = Captured("all", monkeypatch)
+    found: list[StepSeconds | None] = []
+
+    def gather(own: dict[str, Any]) -> list[dict[str, Any] | None]:
+        slower = {name: [[rows, seconds + 1] for rows, seconds in own[name]] for name in own}
+        return [own, slower]
+
+    def prepare(epoch: Epoch) -> None:
+        graphs(epoch)
+        found.append(agreed_times(epoch.runner.graphs, None, gather))
+        found.append(agreed_times(epoch.runner.graphs, MEASURED, lambda own: [None, own]))
+
+    sections = checkpoints["mtp"]
+    speculation = sections["speculation"] | {"num_draft_tokens": DEPTH}
+    plain, _ = run({"model": sections["model"]}, {}, **SMALL)
+    assert run(sections, {}, prepare, speculation=speculation, **SMALL)[0] == plain
+    times, kept = found
+    assert times is not None and kept == MEASURED
+    rows = {name: [count for count, _ in curve] for name, curve in asdict(times).items()}
+    assert rows["decode"] == rows["one_draft"] == rows["drafts"] == [1, 2, 3]
+    assert rows["verify"] == rows["first"] == [1, 2, 4, 8, 12]
+    assert all(seconds > 1 for curve in asdict(times).values() for _, seconds in curve)
+
+
+def test_the_keys_of_graphs_of_drafts() -> None:
+    passes = WHOLE.further_passes()
+    assert len(passes) == len(set(passes)) == 2 * len(WHOLE.draft)
+    assert WHOLE.further_key(2, DEPTH) == GraphKey(GraphMode.DRAFT, 2, drafts=DEPTH)
+    assert WHOLE.further_key(3, 1) == GraphKey(GraphMode.DRAFT, 3, drafts=1)
+    assert {WHOLE.further_key(rows, k) for rows in range(1, 4) for k in (1, DEPTH)} == set(passes)
+    assert WHOLE.further_key(0, DEPTH) is WHOLE.further_key(4, 1) is None
+    assert WHOLE.further_key(1, 2) is WHOLE.further_key(1, 0) is None
+    assert GraphSizes((1, 2)).further_passes() == []
+
+
+def test_the_token_behind_each_row() -> None:
+    """Of a prompt that goes on, a decode, a decode with a draft and padding."""
+    ids = torch.tensor([10, 11, -4, 12, 13, 0])
+    follow = torch.from_numpy(np.array([IN_SEQUENCE, -2 - 99, 0, 1, 2, IN_SEQUENCE]))
+    found = next_tokens(ids, follow, torch.tensor([20, -1, 22]))
+    assert found.tolist() == [11, 99, 20, 0, 22, 10]
