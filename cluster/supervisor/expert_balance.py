@@ -5,6 +5,7 @@ The ranks stage and commit moves by their votes, so a supervisor that ends in th
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 
 from cluster.supervisor.failures import failure_message
@@ -19,9 +20,11 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Seconds between two looks at the load."""
 MIN_GAIN = 0.03
-"""Share of the busiest rank's load that `auto` wants to gain by a move."""
-MIN_ROWS = 32
-"""Rows of an expert in the mean, from which the load of a layer is more than chance."""
+"""Share of the busiest ranks' load that `auto` wants to gain by a move, if the load is more certain than that."""
+MIN_ROWS = 4
+"""Rows of an expert in the mean, from which the load of a layer is planned by."""
+PLAN_AGAIN = 30
+"""Looks between two plans of a load that no plan has made more even; plans of many ranks take seconds."""
 
 
 class ExpertBalance:
@@ -33,13 +36,18 @@ class ExpertBalance:
     def __init__(self, look_s: float = LOOK_S) -> None:
         self.layout: ExpertLayout | None = None
         self._look_s = look_s
-        self._planned_at = 0  # step of the last plan, in this epoch
+        self._planned_at = 0  # step of the last move, in this epoch
+        self._seen = -1  # step of the last load that was looked at
+        self._in_vain: float | None = (
+            None  # busiest rank over the mean in a plan that gained too little
+        )
+        self._looks = 0  # since that plan
         self._task: OwnedTask | None = None
 
     def begin(self, ranks: Sequence[RankHandle], epoch: int, config: RankConfig) -> None:
         """Balance the experts of an epoch that serves, until `end` or the end of a rank."""
         self.end()
-        self._planned_at = 0
+        self._planned_at, self._seen, self._in_vain = 0, -1, None
         if config.experts.rebalance != "off" and not config.dims.alone:
             work = self._balance(ranks, epoch, config)
             self._task = OwnedTask(work, _stopped, "balance-experts", may_end=True)
@@ -61,24 +69,35 @@ class ExpertBalance:
 
     def _next_move(self, reports: Sequence[ExpertReport], every: str | int) -> ExpertMove | None:
         """Return a move to begin; None while one runs, where the load is not known, or where too little is gained."""
-        if any(report.move for report in reports):
+        if any(report.move for report in reports) or reports[0].step == self._seen:
             return None
         present = joined(reports)
         if present is None:
             return None
+        self._seen = reports[0].step
         self.layout = present if self.layout is None else self._with_known_loads(present)
-        if isinstance(every, int) and reports[0].step - self._planned_at < every:
+        if isinstance(every, int) and self._seen - self._planned_at < every:
             return None
-        planned = _without_chance(present).planned()
-        before, _ = planned_before(present, planned)
+        present = _without_chance(present)
+        before, even = present.busiest()
+        if not even or self._is_vain(before / even):
+            return None
+        planned = present.planned()
         after, _ = planned.busiest()
-        if every == "auto" and after > (1 - MIN_GAIN) * before:
-            return None
         number = 1 + max(max(report.move, report.ended) for report in reports)
         move = ExpertMove.between(number, present, planned)
-        if move is not None:
-            self._planned_at, self.layout = reports[0].step, planned
+        if move is None or (every == "auto" and 1 - after / before < _worthwhile(present)):
+            self._in_vain, self._looks = before / even, 0
+            return None
+        self._planned_at, self._in_vain, self.layout = self._seen, None, planned
         return move
+
+    def _is_vain(self, imbalance: float) -> bool:
+        """Return whether a plan of this load, busiest rank over the mean, would gain as little as the last one."""
+        self._looks += 1
+        if self._in_vain is None or self._looks >= PLAN_AGAIN:
+            return False
+        return imbalance < (1 + MIN_GAIN) * self._in_vain
 
     def _with_known_loads(self, present: ExpertLayout) -> ExpertLayout:
         """Return the present map; a layer that has moved just now keeps the loads that it was planned by."""
@@ -94,9 +113,11 @@ class ExpertBalance:
         return present.with_loads(known)
 
 
-def planned_before(present: ExpertLayout, planned: ExpertLayout) -> tuple[float, float]:
-    """Return the loads of the busiest rank and of equal ranks under the present map, by the loads of the plan."""
-    return present.with_loads({layer: it.loads for layer, it in planned.layers.items()}).busiest()
+def _worthwhile(layout: ExpertLayout) -> float:
+    """Return the share of the busiest ranks' load that a move must gain: more than differs by chance."""
+    _, even = layout.busiest()
+    layers = sum(any(it.loads) for it in layout.layers.values())
+    return max(MIN_GAIN, 2 / math.sqrt(even / layers))
 
 
 def _without_chance(layout: ExpertLayout) -> ExpertLayout:

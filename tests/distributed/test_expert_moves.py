@@ -5,14 +5,16 @@ The test plans the moves and hands them to the ranks; a step of every rank may t
 
 import random
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kernels.routing.expert_map import ExpertMap
 from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
-from tests.distributed.test_expert_placement import EXPERTS, LAYERS, SIZES
+from tests.distributed.test_expert_placement import LAYERS, SIZES
 from workers.config import RankConfig
 
 STEPS_A_MOVE = 3
@@ -24,25 +26,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(path, num_layers=LAYERS, head_dim=32, **SIZES)
 
 
-def random_slots(draw: random.Random, starts: tuple[int, ...]) -> tuple[int, ...]:
-    """Any map of one layer."""
-    while True:
-        ranks = [draw.sample(range(EXPERTS), end - start) for start, end in zip(starts, starts[1:])]  # noqa: B905, RUF007
-        slots = tuple(expert for own in ranks for expert in own)
-        if len(set(slots)) == EXPERTS:
-            return slots
-
-
-def keep_places(
-    before: tuple[int, ...], after: tuple[int, ...], starts: tuple[int, ...]
+def random_slots(
+    draw: random.Random, before: tuple[int, ...], experts: ExpertMap
 ) -> tuple[int, ...]:
-    """The map `after` with the experts that stay on a rank in their slots, as the planner has it."""
-    kept: list[int] = []
-    for start, end in zip(starts, starts[1:]):  # noqa: B905, RUF007
-        was, now = before[start:end], after[start:end]
-        coming = iter([expert for expert in now if expert not in was])
-        kept += [expert if expert in now else next(coming) for expert in was]
-    return tuple(kept)
+    """Any map of one layer; experts that stay on a rank keep their slots, as the planner has it."""
+    while True:
+        slots: list[int] = []
+        for start, end in pairwise(experts.starts):
+            was, now = before[start:end], draw.sample(range(experts.num_experts), end - start)
+            coming = iter([expert for expert in now if expert not in was])
+            slots += [expert if expert in now else next(coming) for expert in was]
+        if len(set(slots)) == experts.num_experts:
+            return tuple(slots)
 
 
 def moving_rank(
@@ -68,10 +63,9 @@ def moving_rank(
         state["steps"] += 1
         if self.moves.number == 0 and state["steps"] % STEPS_A_MOVE == 0 and plan.run:
             experts = self.runner.model.experts_for_test
-            starts = experts.base.starts
             state["number"] += 1
             layers = tuple(
-                (layer, keep_places(it.slots, random_slots(draw, starts), starts))
+                (layer, random_slots(draw, it.slots, experts.base))
                 for layer, it in experts.present.layers.items()
             )
             self.moves.begin(ExpertMove(state["number"], layers))
@@ -133,6 +127,10 @@ def events() -> list[Event]:
         Event(14, 0, abort="aborted"),
         Event(20, 1, make_request("again", [*shared, 7], max_tokens=30, **seeded)),
         Event(25, 0, make_request("late", [2, 7, 1, 8], max_tokens=40, **seeded)),
+        *(
+            Event(28, 0, make_request(f"many-{n}", [n, *range(50)], max_tokens=40))
+            for n in range(6)
+        ),
     ]
 
 
@@ -141,12 +139,14 @@ def events() -> list[Event]:
     [("shm", 1, "checkpoint"), ("allgather", 0, "checkpoint"), ("torch_dist", 2, "dummy")],
 )
 def test_tokens_while_experts_move(rank_pool, checkpoint, all2all, spare, weights):
-    kernels, model = {"all2all": all2all}, {"weights": weights}
-    still = rank_config(checkpoint, 2, kernels=kernels, model=model)
+    sections: dict[str, Any] = {"kernels": {"all2all": all2all}, "model": {"weights": weights}}
+    sections |= {"cache": {"num_blocks": 32}, "model": {"weights": weights, "max_model_len": 256}}
+    still = rank_config(checkpoint, 2, **sections)
     expected = run_engines(rank_pool, still, events())
     experts = {"redundant_slots": spare, "rebalance": "auto"}
-    moving = rank_config(checkpoint, 2, kernels=kernels, model=model, experts=experts)
+    moving = rank_config(checkpoint, 2, **sections, experts=experts)
     found = run_engines(rank_pool, moving, events(), function=moving_rank)
+    assert found[0].num_preemptions > 0 and found[1].prefix_cache_hits > 0
     for mine, theirs in zip(found, expected, strict=True):
         mine.tokens.pop("aborted", None), theirs.tokens.pop("aborted", None)
         assert mine.tokens == theirs.tokens and mine.reasons == theirs.reasons

@@ -74,7 +74,7 @@ def test_a_skewed_load_moves_experts_once_and_the_next_epoch_has_the_new_map():
         assert balance.layout.busiest()[0] < before == 2 * 2500 and even == 2 * 1450
         for rank in ranks:
             rank.commit()
-            rank.rows = EVEN
+            rank.rows, rank.step = EVEN, 96
         await asyncio.sleep(0.05)
         assert len(ranks[0].moves) == 1, "the load is even now"
         assert balance.layout.layers[1].slots == move.layers[1][1]
@@ -87,21 +87,47 @@ def test_a_cancelled_move_leaves_the_present_map_and_another_number_follows():
         await until(lambda: all(rank.moves for rank in ranks))
         for rank in ranks:
             rank.commit(layers=1)
+            rank.step = 96
         await until(lambda: all(len(rank.moves) > 1 for rank in ranks))
         assert [move.number for move in ranks[0].moves] == [1, 2]
 
     balanced(scenario)
 
 
-@pytest.mark.parametrize("rows", [EVEN, tuple((MIN_ROWS / 9,) * 4 for _ in range(2))])
+FEW = (9.0, 8.0, 7.0, 1.0), (1.0, 1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("rows", [EVEN, FEW, tuple((MIN_ROWS / 9,) * 4 for _ in range(2))])
 def test_an_even_load_and_one_by_chance_move_nothing(rows):
     async def scenario(balance: ExpertBalance, ranks: list[Rank]) -> None:
-        await until(lambda: all(rank.moves for rank in ranks))  # the first, by SKEWED
         for rank in ranks:
-            rank.commit()
-            rank.rows = rows
+            rank.rows, rank.step = rows, 96
         await asyncio.sleep(0.05)
-        assert len(ranks[0].moves) == 1
+        assert not ranks[0].moves
+        for rank in ranks:
+            rank.rows, rank.step = SKEWED, 112
+        await until(lambda: all(rank.moves for rank in ranks))
+
+    balanced(scenario)
+
+
+def test_a_load_that_no_plan_makes_more_even_is_planned_once(monkeypatch):
+    """One expert has nearly all rows, and no rank has a slot for its copy."""
+    plans = []
+    planned = ExpertLayout.planned
+    monkeypatch.setattr(ExpertLayout, "planned", lambda it: plans.append(1) or planned(it))
+
+    async def scenario(balance: ExpertBalance, ranks: list[Rank]) -> None:
+        for rank in ranks:
+            rank.rows = (9000.0, 10.0, 10.0, 10.0), (750.0,) * 4
+        for step in range(96, 96 + 16 * 10, 16):
+            ranks[0].step = ranks[1].step = step
+            await asyncio.sleep(0.01)
+        assert not ranks[0].moves and len(plans) == 1
+        for rank in ranks:
+            rank.rows = (9000.0, 900.0, 900.0, 900.0), (10.0,) * 4
+        ranks[0].step = ranks[1].step = 1000
+        await until(lambda: bool(ranks[0].moves))
 
     balanced(scenario)
 

@@ -75,6 +75,7 @@ class MoeBlock:
             self.grouped_gemm.empty_weights, device=builder.device, dtype=builder.dtype
         )
         self._empty_bias = builder.empty
+        self._hold_empty(0)
         self.hold_experts(builder.expert_map, builder.rank)
         self.shared = None if spec.shared is None else SharedExpert(builder, spec.shared)
 

@@ -152,6 +152,7 @@ def rank_weight_bytes(
     fp8_experts: bool = False,
     fp8_dense: bool = False,
     in_four_bits: bool = False,
+    experts: Container[tuple[int, int]] | None = None,
 ) -> int:
     """Return the bytes of one rank's weights in memory (norms, a few KiB, may take twice as much).
 
@@ -159,6 +160,7 @@ def rank_weight_bytes(
     fp8_dense     so do dense products with weights that the checkpoint stores in FP8
     in_four_bits  the experts' product computes with weights in four bits, and so do `four_bit_parameters`; all else is
                   held in `dtype`
+    experts       count the weights of these (layer, expert) alone
     """
     width, dense = DTYPE_BYTES[dtype], fp8_parameters(config) if fp8_dense else ()
     packed = four_bit_parameters(config) if in_four_bits else {}
@@ -170,4 +172,4 @@ def rank_weight_bytes(
         in_fp8 = entry.parameter in dense if entry.expert is None else fp8_experts
         return entry.fp8_bytes if in_fp8 else width * entry.size
 
-    return sum(map(num_bytes, rank_weights(config, expert_map, rank)))
+    return sum(map(num_bytes, rank_weights(config, expert_map, rank, experts=experts)))
