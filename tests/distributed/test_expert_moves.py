@@ -69,7 +69,7 @@ def moving_rank(
                 for layer, it in experts.present.layers.items()
             )
             self.moves.begin(ExpertMove(state["number"], layers))
-        if self.moves.number:  # so that ranks stage in few steps
+        if self.moves.number and self.moves._started:  # so that ranks stage in few steps
             deadline = time.monotonic() + 30
             while self.moves._staged is None and not self.moves._error:
                 assert time.monotonic() < deadline

@@ -1,5 +1,6 @@
 """Experts staged beside steps: after any number of moves a rank has the weights of a new process, in place."""
 
+import json
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.distributed.engine_harness import rank_config
 from tests.unit.model_case import small_checkpoint
 from workers.layers.moe import runs
 from workers.rank.expert_staging import ExpertStager
+from workers.rank.peer_experts import PeerExperts
 from workers.rank.process import RankProcess
 from workers.specs.expert_layout import ExpertLayout, LayerLayout
 
@@ -91,9 +93,21 @@ def addresses(process: RankProcess) -> list[int]:
 
 @pytest.mark.parametrize("moves", [8, pytest.param(200, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("processes", ["dense", "dummy", "four_bits"], indirect=True)
-def test_weights_after_many_moves_are_those_of_the_checkpoint(processes, moves):
+@pytest.mark.parametrize("from_peers", [False, True])
+def test_weights_after_many_moves_are_those_of_the_checkpoint(processes, moves, from_peers):
     draw, told = random.Random(3), []
-    stagers = [ExpertStager(process, told.append) for process in processes]
+    handles = [json.loads(json.dumps(process.experts.handles)) for process in processes]
+    peers = [
+        PeerExperts.meet(process.rank, process.dims, handles[0], lambda own: handles)
+        for process in processes
+    ]
+    stagers = [
+        ExpertStager(process, told.append, own if from_peers else None)
+        for process, own in zip(processes, peers, strict=True)
+    ]
+    if from_peers:
+        for stager in stagers:  # all experts are in the memory of the other rank
+            stager._checkpoint, stager._entries = None, {}
     before = [addresses(process) for process in processes]
     layout = processes[0].experts.present
     for _ in range(moves):
@@ -103,6 +117,7 @@ def test_weights_after_many_moves_are_those_of_the_checkpoint(processes, moves):
             for stager, one in zip(stagers, staged, strict=True):
                 stager.commit(one)
     assert told == [layer for _ in range(moves) for layer in range(LAYERS) for _ in stagers]
+    assert (min(own.copied for own in peers) >= moves) == from_peers
     for process, first in zip(processes, before, strict=True):
         assert process.experts.present == layout and addresses(process) == first
         fresh = RankProcess(process.rank, process.config, layout)
@@ -156,6 +171,24 @@ def test_the_next_epoch_reads_what_its_map_adds(processes, monkeypatch):
     process.become(1, process.config, wanted)
     process.load()
     assert process.experts.spare is spare, "the spare memory of equal slots stays"
+
+
+@pytest.mark.parametrize("processes", ["dense"], indirect=True)
+def test_weights_of_a_rank_that_has_ended_come_from_the_checkpoint(processes, caplog):
+    process, _ = processes
+    handles = [it.experts.handles for it in processes]
+    gone = {layer: [{**one, "started": 1} for one in found] for layer, found in handles[1].items()}
+    peers = PeerExperts.meet(0, process.dims, handles[0], lambda own: [own, gone])
+    assert "experts of rank 1 come from the checkpoint: process" in caplog.text
+    stager = ExpertStager(process, lambda layer: None, peers)
+    wanted = random_layout(random.Random(1), process.experts.present)
+    for layer, it in wanted.layers.items():
+        stager.commit(stager.stage(layer, it.slots))
+    fresh = RankProcess(0, process.config, wanted)
+    fresh.load()
+    assert_same(process, fresh)
+    assert peers.copied == 0
+    fresh.close()
 
 
 def test_runs_of_places():

@@ -54,7 +54,7 @@ class ExpertMoves:
         self._thread: threading.Thread | None = None
         self._staged: tuple[int, Any] | None = None  # position in the move, and what to commit
         self._next = 0  # position in the move
-        self._error = ""
+        self._error, self._started = "", True
         self._ended = 0  # the last move that has ended here
         self._waited_s = self._voted_at = 0.0
 
@@ -92,13 +92,9 @@ class ExpertMoves:
             if self._move is not None:
                 raise ValueError(f"move {self._move.number} of experts runs")
             self._move, self._staged, self._next, self._error = move, None, 0, ""
-            self._waited_s = 0.0
+            self._waited_s, self._started = 0.0, False
             if before is not None and before.is_alive():
                 self._error = "the stager of a move that was cancelled still runs"
-                return
-            self._thread = start_thread(
-                lambda: self._run(move), lambda error: self._fail(move, error), "expert-moves"
-            )
 
     def vote(self) -> dict[str, int]:
         """Return the fields of this rank's vote."""
@@ -123,6 +119,18 @@ class ExpertMoves:
             self._cancel(plan)
         elif plan.move_commit is not None:
             self._commit(plan.move_commit)
+        if not self._started:
+            self._start()
+
+    def _start(self) -> None:
+        """Begin to stage behind a vote, because all ranks have then committed what the votes before have decided."""
+        with self._changed:
+            move = self._move
+            if move is not None and not self._error:
+                self._started = True
+                self._thread = start_thread(
+                    lambda: self._run(move), lambda error: self._fail(move, error), "expert-moves"
+                )
 
     def _commit(self, position: int) -> None:
         with self._changed:

@@ -202,6 +202,15 @@ class MoeBlock:
         )
 
 
+def flat(parameters: Sequence[ExpertWeights]) -> list[torch.Tensor]:
+    """Return the tensors of weights of any form, each with a first axis of slots."""
+    return [
+        tensor
+        for weights in parameters
+        for tensor in ([weights] if isinstance(weights, torch.Tensor) else weights.tensors)
+    ]
+
+
 def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield first and end of each run of neighbours among ascending places."""
     for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0]):

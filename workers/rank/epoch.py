@@ -290,13 +290,13 @@ class Epoch:
         with self._timed("engine"):
             self._parts.vote = vote = self._make_vote_transport()
             self._closing.callback(vote.close)
+            stats, moves = begin_serving(process, self._closing, self._peers.gather)
             if not process.selection.all2all_class.needs_process_group:
                 # Only the rendezvous needed the sockets, and gloo's thread would poll them 100 times a second.
                 process_group.leave()
             self.scheduler.speculator = make_speculator(
                 process.config.speculation, process.step_seconds
             )
-            stats, moves = begin_serving(process, self._closing)
             self._parts.engine = Engine(
                 self.scheduler,
                 self.runner,

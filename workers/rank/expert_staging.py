@@ -1,20 +1,22 @@
-"""Stages experts that come to a rank while it serves: from the checkpoint into spare memory, then in place at once.
+"""Stages experts that come to a rank while it serves: into spare memory, then in place at once.
 
-The spare memory is that of one layer. The page cache holds the checkpoint where it fits, so ranks of one host share
-what they read. Knows nothing of votes.
+They come from ranks of the same host on CPUs, else from the checkpoint. The spare memory is that of one layer. Knows
+nothing of votes.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from kernels.slot_table import SlotTable
 from workers.engine.expert_moves import ExpertMoves
-from workers.layers.moe import MoeBlock, SpareWeights, StagedMap
+from workers.layers.moe import MoeBlock, SpareWeights, StagedMap, flat
+from workers.rank.peer_experts import PeerExperts
 from workers.rank.process import RankProcess
 from workers.specs.expert_layout import ExpertReport
 from workers.specs.model import weight_map
@@ -45,7 +47,12 @@ class ExpertStager:
     committed   called with a layer behind its commit
     """
 
-    def __init__(self, process: RankProcess, committed: Callable[[int], None]):
+    def __init__(
+        self,
+        process: RankProcess,
+        committed: Callable[[int], None],
+        peers: PeerExperts | None = None,
+    ):
         """Reads the headers of the checkpoint. The process has loaded its weights."""
         assert process.model is not None, "load() comes first"
         self._blocks, self._device = process.model.moe_blocks(), process.device
@@ -55,6 +62,7 @@ class ExpertStager:
             process.rank,
         )
         self._spare, self._committed = process.experts.spare, committed
+        self._peers = peers or PeerExperts(process.rank, {})
         self._checkpoint = None
         if process.config.model.weights != "dummy":
             self._checkpoint = Checkpoint(process.config.model.folder, process.model_config)
@@ -95,6 +103,14 @@ class ExpertStager:
         return torch.cuda.stream(self._stream)
 
     def _read(self, layer: int, places: dict[int, int], spare: SpareWeights) -> None:
+        tensors, present = flat(spare.parameters), self._experts.present
+        places = {
+            expert: place
+            for expert, place in places.items()
+            if not self._peers.copy(layer, expert, present, [it[place] for it in tensors])
+        }
+        if not places:
+            return
         entries = [entry for expert in places for entry in self._entries[layer, expert]]
         shell = SimpleNamespace(layers={layer: SimpleNamespace(mlp=spare)})
         at = {(layer, expert): place for expert, place in places.items()}
@@ -133,17 +149,22 @@ def report(process: RankProcess, moves: ExpertMoves, stats: EngineStats) -> Expe
             return ExpertReport(process.rank, step, present, rows, moves.number, moves.ended)
 
 
-def begin_serving(process: RankProcess, closing: ExitStack) -> tuple[EngineStats, ExpertMoves]:
-    """Return the statistics of an epoch and its moves of experts, which `closing` ends."""
-    stats = process.new_stats()
-    if not process.experts.movable:
+def begin_serving(
+    process: RankProcess, closing: ExitStack, gather: Callable[[Any], Sequence[Any]]
+) -> tuple[EngineStats, ExpertMoves]:
+    """Return the statistics of an epoch and its moves of experts, which `closing` ends. Collective."""
+    stats, experts = process.new_stats(), process.experts
+    if not experts.movable:
         return stats, ExpertMoves()
-    moves = ExpertMoves(ExpertStager(process, stats.experts.moved))
+    peers = PeerExperts.meet(process.rank, process.dims, experts.handles, gather)
+    moves = ExpertMoves(ExpertStager(process, stats.experts.moved, peers))
     stats.moves = moves.counts
 
     def close() -> None:
-        if not moves.close():
-            process.experts.lose_spare()
+        if moves.close():
+            peers.close()
+        else:
+            experts.lose_spare()
 
     closing.callback(close)
     return stats, moves

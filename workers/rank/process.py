@@ -394,6 +394,7 @@ class RankProcess:
         if self.grammars is not None:
             self.grammars.close()
         self.backends, self.model, self.draft_model, self.epoch = None, None, None, None
+        self.experts.close()
         self.caches.free()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

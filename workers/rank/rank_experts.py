@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from kernels.host.shared_tensors import SharedTensors
 from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig
-from workers.layers.moe import SpareWeights
+from workers.layers.moe import SpareWeights, flat
 from workers.models.layer_stack import LayerStack
+from workers.rank.peer_experts import Handles
 from workers.specs.expert_layout import ExpertLayout, LayoutError, expert_groups, moe_layers
 from workers.specs.model import ModelConfig, MoeSpec
 
@@ -18,6 +20,7 @@ class RankExperts:
     base     experts in their order, as draft models have them
     layout   of the model's experts; None: that of `base`
     movable  experts may move while the process serves
+    handles  by which ranks of this host read the weights; none on GPUs
     spare    where they move: memory of one layer's experts, by layer; equal layers share it
     """
 
@@ -30,6 +33,8 @@ class RankExperts:
         self.movable = False
         self.spare: dict[int, SpareWeights] = {}
         self._reserved: dict[int, int] = {}  # slots by layer
+        self._shared = SharedTensors()
+        self.handles: Handles = {}
 
     def place(self, config: RankConfig, layout: ExpertLayout | None) -> None:
         """Set the maps for the ranks of `config`.
@@ -51,8 +56,16 @@ class RankExperts:
         return ExpertLayout.of(self.base, layers, hosts=num_nodes, groups=groups)
 
     def reserve(self, model: LayerStack) -> None:
-        """Allocate the spare memory for the weights that the model holds now."""
+        """Allocate the spare memory for the weights that the model holds now; let ranks of this host read these."""
         blocks = model.moe_blocks() if self.movable else {}
+        self.handles = {}
+        if model.device.type == "cpu":
+            of_layers = {number: flat(block.parameters) for number, block in blocks.items()}
+            shared = iter(self._shared.share(t for tensors in of_layers.values() for t in tensors))
+            self.handles = {
+                str(number): [next(shared) for _ in tensors]
+                for number, tensors in of_layers.items()
+            }
         if {number: len(block.wanted) for number, block in blocks.items()} == self._reserved:
             return
         made: dict[MoeSpec, SpareWeights] = {}
@@ -61,6 +74,10 @@ class RankExperts:
                 made[block.spec] = block.spare_weights()
         self.spare = {number: made[block.spec] for number, block in blocks.items()}
         self._reserved = {number: len(block.wanted) for number, block in blocks.items()}
+
+    def close(self) -> None:
+        """Let no further rank read the weights."""
+        self._shared.close()
 
     def lose_spare(self) -> None:
         """Leave the spare memory to a thread that still writes to it."""
