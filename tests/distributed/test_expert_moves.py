@@ -15,6 +15,7 @@ from kernels.routing.expert_map import ExpertMap
 from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from tests.distributed.test_expert_placement import LAYERS, SIZES
+from tests.family_cases import family_checkpoint
 from workers.config import RankConfig
 
 STEPS_A_MOVE = 3
@@ -153,3 +154,29 @@ def test_tokens_while_experts_move(rank_pool, checkpoint, all2all, spare, weight
         for name, entries in theirs.logprobs.items():
             for one, other in zip(mine.logprobs[name], entries, strict=True):
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.exhaustive)]
+)
+def test_moves_beside_draft_models_dense_layers_biases_and_asynchronous_steps(
+    rank_pool, tmp_path, family
+):
+    """The experts of a draft model stay; those of DeepSeek's are in groups, those of gpt-oss have biases."""
+    mtp = family == "deepseek_v3"
+    changes = {"num_nextn_predict_layers": 1} if mtp else {}
+    path = family_checkpoint(
+        tmp_path, family, "untied", **({"mtp": True} if mtp else {}), **changes
+    )
+    sections: dict[str, Any] = {
+        "scheduler": {"async_scheduling": True},
+        "model": {"max_model_len": 256},
+        "speculation": {"method": "mtp" if mtp else "off"},
+    }
+    expected = run_engines(rank_pool, rank_config(path, 2, **sections), events())
+    experts = {"redundant_slots": 1, "rebalance": "auto"}
+    moving = rank_config(path, 2, **sections, experts=experts)
+    found = run_engines(rank_pool, moving, events(), function=moving_rank)
+    for mine, theirs in zip(found, expected, strict=True):
+        mine.tokens.pop("aborted", None), theirs.tokens.pop("aborted", None)
+        assert mine.tokens == theirs.tokens

@@ -45,7 +45,7 @@ def slots(found: ExpertLayout) -> dict[int, tuple[int, ...]]:
 
 @pytest.fixture
 def balanced(tmp_path, checkpoint):
-    experts = {"rebalance": "auto", "redundant_slots": 1}
+    experts = {"rebalance": 200, "redundant_slots": 1}
     with running(tmp_path, checkpoint, model=MODEL, experts=experts) as server:
         yield server
 

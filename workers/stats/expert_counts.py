@@ -9,8 +9,8 @@ import numpy as np
 
 from workers.step.step_sync import LOAD_STEPS
 
-KEPT = 0.8
-"""Share of the load that stays in the recent load at the next reading: half of it is 50 steps old or younger."""
+KEPT = 0.9
+"""Share of the load that stays in the recent load at the next reading: half of it is 110 steps old or younger."""
 
 
 class LayerRows(NamedTuple):
