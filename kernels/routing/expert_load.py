@@ -52,10 +52,15 @@ class ExpertLoad:
             len(layers), -1, ends[0][1].numel()
         )
         offs_ls = offs_lus[:, 0] if len(ends) == len(layers) else offs_lus.sum(1)
-        rows_ls = offs_ls.diff(dim=1, prepend=offs_ls.new_zeros(len(layers), 1))
         stride = layers[1] - layers[0] if len(layers) > 1 else 1
         if layers == [*range(layers[0], layers[-1] + 1, stride)]:
-            self.counts_Ls[layers[0] : layers[-1] + 1 : stride] += rows_ls
+            _add_rows(self.counts_Ls[layers[0] : layers[-1] + 1 : stride], offs_ls)
         else:
-            for layer, rows_s in zip(layers, rows_ls, strict=True):
-                self.counts_Ls[layer] += rows_s
+            for layer, offs_1s in zip(layers, offs_ls.split(1), strict=True):
+                _add_rows(self.counts_Ls[layer : layer + 1], offs_1s)
+
+
+def _add_rows(counts_ls: torch.Tensor, offs_ls: torch.Tensor) -> None:
+    """Add the rows of slots that end at these offsets."""
+    counts_ls += offs_ls
+    counts_ls[:, 1:] -= offs_ls[:, :-1]
