@@ -13,10 +13,17 @@ from cluster.config.phalanx_config import (
     SchedulerSection,
 )
 from kernels.interface.kv_layout import group_layers, kv_block_bytes, layout_of
-from workers.config import CacheConfig, RankConfig, SchedulerConfig, SpeculationConfig
+from workers.config import (
+    CacheConfig,
+    ModelSection,
+    RankConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from workers.kv_cache.demand import KVDemand, sizes_that_fit
-from workers.models.draft_config import load_draft_config
+from workers.models.draft_config import auto_method, load_draft_config
 from workers.models.registry import configured_model
+from workers.specs.model import ModelConfig
 from workers.specs.pooling import PoolingSpec
 
 GIB = 2**30
@@ -43,7 +50,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     cache, linear_specs = config.cache, model_config.linear_specs
     if cache.state_dtype == "auto" and linear_specs:
         cache = cache.model_copy(update={"state_dtype": linear_specs[0].state_dtype})
-    speculation = resolve_speculation(config.speculation)
+    speculation = resolve_speculation(config.speculation, config.model, model_config)
     if cache.num_blocks == "auto" and device == "cpu":
         # Attention is chosen later. Every backend that runs on CPU has this layout.
         groups = group_layers(
@@ -149,11 +156,13 @@ def resolve_scheduler(
     return SchedulerConfig(**given)
 
 
-def resolve_speculation(speculation: SpeculationConfig) -> SpeculationConfig:
-    """The drafter without `auto`: copied text, which every model allows."""
+def resolve_speculation(
+    speculation: SpeculationConfig, section: ModelSection, model: ModelConfig
+) -> SpeculationConfig:
+    """The drafter without `auto`, and without a draft model of its own."""
     if speculation.method != "auto":
         return speculation
-    return speculation.model_copy(update={"method": "ngram"})
+    return speculation.model_copy(update={"method": auto_method(model, section)})
 
 
 def max_num_seqs(config: PhalanxConfig, num_gpus: int) -> int:

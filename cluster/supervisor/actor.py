@@ -94,7 +94,7 @@ def _create(config: PhalanxConfig, *, get_if_exists: bool) -> SupervisorHandle:
     """Create it on the node of this process, which has the model.
 
     The affinity is hard, because Ray ignores a soft one for actors without CPUs. Ray restarts the supervisor there when
-    its process ends, and sends calls that got no answer again.
+    its process ends, and sends calls that got no answer again. No records of calls: see placement.actor_options.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class: Any = ray.remote(SupervisorActor)
@@ -105,6 +105,7 @@ def _create(config: PhalanxConfig, *, get_if_exists: bool) -> SupervisorHandle:
         get_if_exists=get_if_exists,
         num_cpus=0,
         max_concurrency=1000,
+        enable_task_events=False,
         scheduling_strategy=here,
         max_restarts=-1,
         max_task_retries=-1,

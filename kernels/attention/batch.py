@@ -113,6 +113,27 @@ class AttentionBatch:
             window_slot_mapping=slot_mapping,
         )
 
+    @staticmethod
+    def dummy_states(
+        num_rows: int, rows_per_seq: int, max_seqs: int, device: torch.device
+    ) -> "AttentionBatch":
+        """Return sequences of about `rows_per_seq` rows to time linear attention: with states in the first slots."""
+        count = min(max_seqs, -(-num_rows // rows_per_seq))
+        num_rows = min(num_rows, count * rows_per_seq)
+        sizes = np.sort(np.diff(np.arange(count + 1) * num_rows // count)).astype(np.int32)
+        num_single = int((sizes == 1).sum())
+        return AttentionBatch(
+            num_tokens=num_rows,
+            num_seqs=count,
+            num_single_rows=num_single,
+            num_verify=count - num_single,
+            query_start_loc_cpu=np.cumsum([0, *sizes], dtype=np.int32),
+            seq_lens_cpu=sizes + np.int32(1),
+            block_table=torch.zeros(count, 1, dtype=torch.int64, device=device),
+            slot_mapping=torch.full((num_rows,), -1, dtype=torch.int64, device=device),
+            state_slots=torch.arange(1, count + 1, device=device),
+        )
+
     def ubatch(self, start: int, end: int) -> Self:
         """Return a view of rows `start` to `end`. It has no rows with logits.
 

@@ -44,6 +44,20 @@ class GraphPlanner:
         """See GraphAttention."""
         return self.attention.form(batch, num_rows, prompts=prompts)
 
+    def plan_states(self, num_rows: int, max_seqs: int, *, drafts: bool) -> None:
+        """Plan linear attention alone, for sequences that fill a graph: it reads and writes the states of rows.
+
+        Call it before there are sequences, and behind `plan_graph`, of which the attention stays as it is.
+
+        drafts   sequences have as many drafts as they may have, none of them accepted
+        """
+        linear = self.linear_attention
+        if linear is None:
+            return
+        rows_per_seq, device = 1 + drafts * linear.num_drafts, linear.states[0].state.device
+        batch = AttentionBatch.dummy_states(num_rows, rows_per_seq, max_seqs, device)
+        linear.plan_graph(batch, num_rows, prompts=False, drafts=drafts)
+
     def plan_graph(
         self, batch: AttentionBatch, num_rows: int, form: GraphForm, *, prompts: bool
     ) -> None:

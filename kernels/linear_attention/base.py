@@ -8,10 +8,10 @@ The layers are gated delta nets (Yang, Kautz and Hatamizadeh, "Gated Delta Netwo
 A sequence with drafts has the row of a decode, which counts, and a row for each draft, of which any number may not
 count. Its slot keeps the state after the first row, and the inputs of the drafts. The next step of the sequence first
 advances the state by the drafts that were accepted, which it reads from the device. So a step reads and writes each
-state once, with drafts or without: a state of Qwen3.6-35B-A3B takes 2 MiB a layer, the inputs of a draft 16.5 KiB. A
-state for each draft would be written for each draft, and take 2 MiB more memory for each.
+state once, with drafts or without: a state of Qwen3.6-35B-A3B takes 2.1 MB a layer, the inputs of a draft 16.5 KB. A
+state for each draft would be written for each draft, and take 2.1 MB more memory for each.
 
-T tokens, C channels, V value heads, k key dim, v value dim, w conv width, B sequences, K drafts, L rows with logits.
+T tokens, C channels, V value heads, k key dim, v value dim, w conv width, B sequences, K drafts of a slot.
 """
 
 from abc import abstractmethod

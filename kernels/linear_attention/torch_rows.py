@@ -1,7 +1,7 @@
 """Rows of gated delta nets in torch's operators: convolution, heads and gates, and the recurrence over few rows.
 
-T tokens, C channels, V value heads, K key heads, k key dim, v value dim, w conv width, B sequences, D drafts of a slot,
-R most new rows of a sequence, M = D + R.
+T tokens, C channels, V value heads, K key heads, k key dim, v value dim, w conv width, B sequences, R
+most new rows of a sequence, M rows with the accepted drafts before them.
 """
 
 from dataclasses import dataclass, replace
@@ -186,12 +186,12 @@ def _inputs(
     if not num_drafts:
         return torch.zeros_like(sequences.slots), new_BRX
     kept_B = decodes.kept(pool)
-    place_BM = torch.arange(num_drafts + new_BRX.shape[1], device=kept_B.device).unsqueeze(0)
-    new_BM = place_BM - kept_B.unsqueeze(1)
-    source_BM = torch.where(
-        new_BM < 0, place_BM, (num_drafts + new_BM).clamp(max=place_BM.shape[1] - 1)
-    )
-    both_BMX = torch.cat((sequences.load(pool.drafts), new_BRX), 1)
+    # On a GPU the host would wait for the number.
+    most = int(kept_B.max()) if kept_B.device.type == "cpu" else num_drafts
+    place_1M = torch.arange(most + new_BRX.shape[1], device=kept_B.device).unsqueeze(0)
+    new_BM = place_1M - kept_B.unsqueeze(1)
+    source_BM = torch.where(new_BM < 0, place_1M, (most + new_BM).clamp(max=place_1M.shape[1] - 1))
+    both_BMX = torch.cat((sequences.load(pool.drafts)[:, :most], new_BRX), 1)
     seq_B1 = torch.arange(len(kept_B), device=kept_B.device).unsqueeze(1)
     slots = sequences.slots[decodes.draft_seqs]
     pool.drafts[slots, decodes.draft_places] = inputs_TX[decodes.draft_rows]

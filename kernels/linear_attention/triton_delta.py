@@ -74,10 +74,11 @@ class TritonLinearAttention(LinearAttention):
 
     def plan(self, batch: AttentionBatch) -> None:
         slots, cut = signed_slots(batch, batch.block_table.device), batch.num_decodes
-        starts, on_device = self.decode_starts(batch), None
+        starts = None
         if batch.num_verify:
-            on_device = ship(_numbers(batch, starts), slots.device)
-        self._decodes = DecodeTable(slots[:cut], on_device, int(starts[-1]))
+            starts = ship(self._numbers(batch, cut), slots.device)
+        num_rows = int(batch.query_start_loc_cpu[cut])
+        self._decodes = DecodeTable(slots[:cut], starts, num_rows)
         self._num_tokens, self._table = batch.num_tokens, None
         if batch.num_seqs > cut:
             self._table = step_table(batch.query_start_loc_cpu[cut:], slots[cut:])
@@ -98,18 +99,24 @@ class TritonLinearAttention(LinearAttention):
         assert cut <= most and (prompts or cut == batch.num_seqs), (cut, batch.num_seqs)
         slots, signed = self._graph_slots[:most], signed_slots(batch, device)
         slots[:cut], slots[cut:] = signed[:cut], 0
-        starts, most_rows = self.decode_starts(batch), most
-        on_device = None
+        starts, most_rows = None, most
         if several:
-            most_rows = min(num_rows, most * (1 + self.num_drafts))
-            on_device = self._graph_starts[: 2 + most]
-            on_device.copy_(ship(_numbers(batch, starts, most), device))
+            starts, most_rows = self._graph_starts[: 2 + most], most * (1 + self.num_drafts)
+            starts.copy_(ship(self._numbers(batch, most), device))
         # The launch of decodes writes zeros where it has no decode, and prompts come after it.
-        self._decodes = DecodeTable(slots, on_device, most_rows, 0 if prompts else num_rows)
+        zeros_to = 0 if prompts else num_rows
+        self._decodes = DecodeTable(slots, starts, min(num_rows, most_rows), zeros_to)
         self._num_tokens, self._table = num_rows, None
         if prompts:
             fill_table(self._graph_table, batch.query_start_loc_cpu[cut:], signed[cut:])
             self._table = with_rows(self._graph_table, num_rows)
+
+    def _numbers(self, batch: AttentionBatch, count: int) -> np.ndarray:
+        """Return `DecodeTable.starts` for `count` sequences; those behind the batch's have no rows."""
+        starts = self.decode_starts(batch)
+        numbers = np.full(2 + count, starts[-1], dtype=np.int32)
+        numbers[0], numbers[1 : 1 + len(starts)] = batch.rows_before, starts
+        return numbers
 
     def __call__(
         self,
@@ -141,12 +148,6 @@ class TritonLinearAttention(LinearAttention):
             )
             self._scan_chunks(prepared, mixed_TC, table, pool.conv, pool.state, out_TVv)
         return out_TVv
-
-
-def _numbers(batch: AttentionBatch, starts: np.ndarray, most: int | None = None) -> np.ndarray:
-    """Return `DecodeTable.starts` for `most` sequences: those behind the last one have no rows."""
-    spare = 0 if most is None else most + 1 - len(starts)
-    return np.array([batch.rows_before, *starts, *[starts[-1]] * spare], dtype=np.int32)
 
 
 def _step_bytes(spec: LinearAttentionSpec, shape: BackendShape) -> int:

@@ -56,8 +56,8 @@ class ExpertLoad:
         if layers == [*range(layers[0], layers[-1] + 1, stride)]:
             _add_rows(self.counts_Ls[layers[0] : layers[-1] + 1 : stride], offs_ls)
         else:
-            for layer, offs_1s in zip(layers, offs_ls.split(1), strict=True):
-                _add_rows(self.counts_Ls[layer : layer + 1], offs_1s)
+            for index, layer in enumerate(layers):
+                _add_rows(self.counts_Ls[layer : layer + 1], offs_ls[index : index + 1])
 
 
 def _add_rows(counts_ls: torch.Tensor, offs_ls: torch.Tensor) -> None:

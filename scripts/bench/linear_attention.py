@@ -1,12 +1,13 @@
-"""Times linear attention of one layer: decodes by their number, prompts by their length, against floors of the device.
+"""Times linear attention of one layer: decodes with drafts or without, and prompts, against floors of the device.
 
     python -m scripts.bench.linear_attention --out linear.json
 
 Shapes are Qwen3.6-35B-A3B's. The floor of decodes is one read and one write of each state; that of prompts is one read
 of the inputs and one write of the outputs, or the products, whichever is longer. Floors need `--gb-per-s` and
-`--tflops`. On a CPU:
+`--tflops`. `--drafts 3` also times the decodes' sequences with 3 drafts, of which the step before accepted all, or
+half, or none. On a CPU:
 
-    python -m scripts.bench.linear_attention --device cpu --heads 4 8 --dim 32 --decodes 1 8 --prompts 1x64 --out x.json
+    python -m scripts.bench.linear_attention --device cpu --heads 2 4 --dim 32 --drafts 3 --prompts 1x64 --out x.json
 """
 
 import argparse
@@ -30,12 +31,13 @@ LAYERS = 3  # one after the other, so that no state of a few decodes stays in a 
 ROUNDS = 15
 
 
-def _batch(num_seqs: int, new: int, device: torch.device) -> AttentionBatch:
-    """Sequences with states, each with `new` tokens."""
+def _batch(num_seqs: int, new: int, device: torch.device, *, drafts: bool) -> AttentionBatch:
+    """Sequences with states, each with `new` tokens: prompts, or decodes with drafts."""
     return AttentionBatch(
         num_tokens=num_seqs * new,
         num_seqs=num_seqs,
         num_single_rows=num_seqs if new == 1 else 0,
+        num_verify=num_seqs if drafts else 0,
         query_start_loc_cpu=np.arange(num_seqs + 1, dtype=np.int32) * np.int32(new),
         seq_lens_cpu=np.full(num_seqs, new + 1, dtype=np.int32),
         block_table=torch.zeros(num_seqs, 1, dtype=torch.int64, device=device),
@@ -64,25 +66,35 @@ def _flops(spec: LinearAttentionSpec, num_tokens: int) -> int:
     return 2 * num_tokens * spec.num_value_heads * (within + across)
 
 
-def _measure(args: argparse.Namespace, name: str, num_seqs: int, new: int) -> dict[str, object]:
-    spec = LinearAttentionSpec(*args.heads, args.dim, args.dim, args.conv_width)
+def _measure(
+    args: argparse.Namespace, name: str, num_seqs: int, new: int, accepted: int | None = None
+) -> dict[str, object]:
+    """accepted: of the drafts of the step before; None: there are no drafts."""
+    drafts = accepted is not None
+    spec = LinearAttentionSpec(
+        *(*args.heads, args.dim, args.dim, args.conv_width), num_drafts=new - 1 if drafts else 0
+    )
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     backend = backend_class("linear_attention", name)
     subject = backend([spec] * LAYERS)
     subject.bind(subject.allocate(subject.specs, num_seqs + 1, dtype, device))
-    batch, decodes = _batch(num_seqs, new, device), new == 1
+    batch, decodes = _batch(num_seqs, new, device, drafts=drafts), drafts or new == 1
+    if accepted:
+        subject.states[0].accepted.fill_(accepted)
     graph = decodes and backend.graph
     if graph:
-        subject.reserve_graphs(num_seqs, num_seqs)
-        subject.plan_graph(batch, num_seqs, prompts=False)
+        subject.reserve_graphs(num_seqs * new, num_seqs)
+        subject.plan_graph(batch, num_seqs * new, prompts=False, drafts=drafts)
     else:
         subject.plan(batch)
     calls = repeated(_call(subject, spec, num_seqs * new, dtype), LAYERS, graph=graph)
     us = alternate({"us": calls}, ROUNDS, LAYERS, device, digits=3)["us"]
     found: dict[str, object] = {"backend": name, "sequences": num_seqs, "new_tokens": new, "us": us}
+    found |= {"accepted": accepted} if drafts else {}
     if args.gb_per_s:
         row = (spec.channels + spec.value_size) * dtype.itemsize
-        moved = num_seqs * (2 * spec.slot_bytes(dtype.itemsize) + new * row)
+        kept = (new - 1 + (accepted or 0)) * spec.row_size * dtype.itemsize if drafts else 0
+        moved = num_seqs * (2 * spec.slot_bytes(dtype.itemsize) + new * row + kept)
         flops = 0 if decodes else _flops(spec, num_seqs * new)
         floor_us = max(moved / args.gb_per_s / 1e3, flops / args.tflops / 1e6)
         found |= {"floor_us": floor_us, "of_floor": floor_us / us}
@@ -111,6 +123,7 @@ def main() -> None:
     parser.add_argument(
         "--prompts", nargs="*", type=_prompts, default=[(1, 8192), (8, 1024), (1, 32768), (8, 4096)]
     )
+    parser.add_argument("--drafts", nargs="*", type=int, default=(), help="of each decode")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--gb-per-s", type=float, help="memory bandwidth of the device")
     parser.add_argument("--tflops", type=float, default=989.0, help="of the device, in bfloat16")
@@ -119,14 +132,23 @@ def main() -> None:
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     if args.device == "cuda":
         need_gpus(1, "--device cpu is a dry run")
-    cases = [*((count, 1) for count in args.decodes), *args.prompts]
+    cases: list[tuple[int, int, int | None]] = [
+        *((count, 1, None) for count in args.decodes),
+        *(
+            (count, 1 + drafts, accepted)
+            for count in args.decodes
+            for drafts in args.drafts
+            for accepted in sorted({0, drafts // 2, drafts})
+        ),
+        *((count, new, None) for count, new in args.prompts),
+    ]
     absent = probe(args.device)
     names = args.backends or [x for x in LINEAR_ATTENTION if f"linear_attention.{x}" not in absent]
     found = []
     with torch.inference_mode():
         for name in names:
-            for num_seqs, new in cases:
-                found.append(_measure(args, name, num_seqs, new))
+            for case in cases:
+                found.append(_measure(args, name, *case))
                 print(json.dumps(found[-1]), flush=True)
                 args.out.write_text(json.dumps(found, indent=1) + "\n")
 

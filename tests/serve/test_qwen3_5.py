@@ -1,4 +1,4 @@
-"""A server of a tiny Qwen3.5 with the published vocabulary: thoughts on and off, calls of its format, kept states.
+"""A server of a tiny Qwen3.5 with the published vocabulary and its head: thoughts, calls, kept states, drafts.
 
 The template is a short one with the tags of the published template: the prompt opens the thought, and calls have a tag
 for each parameter. PHALANX_TEST_TEMPLATE names another template, as the published one.
@@ -70,7 +70,7 @@ def qwen(
         pytest.skip("qwen.tiktoken is not here: pip install dashscope==1.14.1")
     folder = tmp_path_factory.mktemp("qwen3_5")
     sizes = {"num_layers": 3, "hidden_size": 32, "num_experts": 6, "vocab_size": 151_936}
-    checkpoint = make_checkpoint(folder / "model", family="qwen3_5_moe", **sizes)
+    checkpoint = make_checkpoint(folder / "model", family="qwen3_5_moe", mtp=True, **sizes)
     qwen_tokenizer.save(qwen_tokenizer.build(vocabulary), checkpoint)
     template = Path(os.environ.get("PHALANX_TEST_TEMPLATE", folder / "template.jinja"))
     if not template.exists():
@@ -81,6 +81,7 @@ def qwen(
         joins=server,
         cluster={"rebuild_attempts": 0},
         serve={"chat_template": str(template)},
+        speculation={"method": "auto", "num_draft_tokens": 2, "adaptive": False},
     ) as joined:
         yield joined
         check_death_ends(joined, Stream(joined, 400))
@@ -110,6 +111,9 @@ def test_a_prompt_that_comes_again_goes_on_from_a_kept_state(qwen: Server) -> No
     assert len(texts) == 1
     found = [body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in others]
     assert max(found) >= 64, "two ranks have seen the prompt by then"
+    for body in (first, *others):
+        details = body["usage"]["completion_tokens_details"]
+        assert details["rejected_prediction_tokens"] > 0, "the head of a random model drafts"
 
 
 # A random model ends its thought by no chance; calls follow the thought.

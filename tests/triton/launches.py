@@ -267,7 +267,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "latents": _latents,
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
-    "linear_attention_of_drafts": partial(_linear_attention, prompts=False, drafts=3),
+    "linear_attention_of_drafts": partial(_linear_attention, prompts=False, drafts=2),
     "linear_attention_of_prompts": partial(_linear_attention, prompts=True),
     "linear_attention_of_decodes_bf16": partial(
         _linear_attention, prompts=False, states="bfloat16"

@@ -52,6 +52,12 @@ class EagerPlanner:
         if self._linear is not None:
             self._linear.plan(batch)
 
+    def plan_states(self, num_rows: int, max_seqs: int, *, drafts: bool) -> None:
+        if self._linear is not None:
+            per_seq = 1 + drafts * self._linear.num_drafts
+            device = self._linear.states[0].state.device
+            self._linear.plan(AttentionBatch.dummy_states(num_rows, per_seq, max_seqs, device))
+
     def _plan(self, batch: AttentionBatch) -> None:
         slots = torch.where(batch.slot_mapping < 0, self._spare_slot, batch.slot_mapping)
         self._attention.plan(replace(batch, slot_mapping=slots))

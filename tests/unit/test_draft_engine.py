@@ -39,10 +39,12 @@ def checkpoints(folder: Path) -> dict[str, dict[str, Any]]:
     heads = family_checkpoint(
         folder / "mtp", "glm4_moe", "tied", mtp=True, num_nextn_predict_layers=1
     )
+    states = family_checkpoint(folder / "states", "qwen3_next", "untied", mtp=True)
     target = family_checkpoint(folder / "target", "qwen3_moe", "untied")
     draft = make_eagle3(folder / "draft", load_model_config(target))
     return {
         "mtp": {"model": {"path": str(heads)}, "speculation": {"method": "mtp"}},
+        "mtp of states": {"model": {"path": str(states)}, "speculation": {"method": "mtp"}},
         "eagle3": {
             "model": {"path": str(target)},
             "speculation": {"method": "eagle3", "draft_model": str(draft)},
@@ -86,7 +88,7 @@ def run(
     return found, counts
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+@pytest.mark.parametrize("method", ["mtp", "mtp of states", "eagle3"])
 @pytest.mark.parametrize("params", PARAMS)
 def test_tokens_equal_those_without_drafts(
     checkpoints: dict[str, dict[str, Any]], method: str, params: dict[str, Any]
@@ -102,7 +104,7 @@ def test_tokens_equal_those_without_drafts(
     assert counts["drafted"] > 20, counts
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+@pytest.mark.parametrize("method", ["mtp", "mtp of states", "eagle3"])
 def test_drafts_are_those_of_the_draft_model_alone(
     checkpoints: dict[str, dict[str, Any]], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

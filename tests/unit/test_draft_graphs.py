@@ -75,10 +75,19 @@ class Drafted:
         monkeypatch.setattr(ModelDrafter, "drafted", record)
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3"])
 @pytest.mark.parametrize(
-    ("captured", "params"),
-    [("all", PARAMS[0]), ("all", PARAMS[1]), ("first", {}), ("decodes", {}), ("few", {})],
+    ("method", "captured", "params"),
+    [
+        ("mtp of states", "all", PARAMS[1]),
+        *(
+            (method, captured, params)
+            for method in ("mtp", "eagle3")
+            for captured, params in (
+                *(("all", params) for params in PARAMS),
+                *((captured, {}) for captured in ("first", "decodes", "few")),
+            )
+        ),
+    ],
 )
 def test_drafts_of_captured_passes_are_those_of_eager_passes(
     checkpoints: dict[str, dict[str, Any]],

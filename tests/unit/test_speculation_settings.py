@@ -16,6 +16,7 @@ from tests.unit.api_fakes import Api, FakeBackend, says, tiny_tokenizer
 from tests.unit.test_metrics import RANK_STATS
 from workers.models.registry import configured_model
 from workers.rank.device_memory import size
+from workers.weights.checkpoint_files import tensor_names
 from workers.wire.request import RequestOutput, merge
 
 ON = "speculation.method=ngram"
@@ -76,6 +77,45 @@ def test_auto_is_what_the_model_allows(models, family, method, resolved) -> None
     assert rank.speculation.method == resolved
     rows = 64 if resolved == "off" else 5 * 64
     assert rank.max_logits_rows == rows
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen3_next", {}), ("qwen3_5_moe", {}), ("glm4_moe", {"num_nextn_predict_layers": 1})],
+)
+def test_auto_takes_the_head_that_a_checkpoint_has(tmp_path, family, changes, num_shards) -> None:
+    found = {}
+    for name, options in {
+        "with": {"mtp": True},
+        "without": {},
+        "dummy": {"weights": False},
+    }.items():
+        path = make_checkpoint(
+            tmp_path / name,
+            family=family,
+            hidden_size=32,
+            num_shards=num_shards,
+            **options,
+            **changes,
+        )
+        weights = "dummy" if name == "dummy" else "checkpoint"
+        section = {"path": str(path), "weights": weights}
+        config = load_config({"model": section, "speculation": {"method": "auto"}})
+        found[name] = resolve_rank_config(config, num_gpus=0).speculation.method
+    assert found == {"with": "mtp", "without": "ngram", "dummy": "mtp"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff" * 9, (3).to_bytes(8, "little") + b"[1]", (1).to_bytes(8, "little") + b"5"],
+)
+def test_a_broken_file_has_no_names_of_tensors(tmp_path, content) -> None:
+    assert tensor_names(tmp_path) == frozenset()
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    assert tensor_names(tmp_path) == frozenset()
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert not tensor_names(tmp_path) & {"mtp.fc.weight"}
 
 
 def test_check_names_the_drafter_and_its_memory(models) -> None:

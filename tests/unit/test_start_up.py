@@ -217,9 +217,10 @@ def test_states_of_a_measured_size_take_the_place_of_the_first(
     rank, pools, allocate = rank_of(folder, state_snapshots=2), [], LinearAttention.allocate
     sizes = []
 
-    def watched(specs: object, num_slots: int, *place: object) -> list[LinearStates]:
+    def watched(specs: object, num_slots: int, *place: object, num_rows: int) -> list[LinearStates]:
         assert not any(pool() is not None for pool in pools), "the first pools are still there"
-        found = allocate(specs, num_slots, *place)
+        assert num_rows == 1 + 4
+        found = allocate(specs, num_slots, *place, num_rows=num_rows)
         sizes.append(num_slots)
         pools.extend(weakref.ref(layer.state) for layer in found)
         return found

@@ -122,6 +122,22 @@ def guesses(seq: Sequence, expected: dict[str, list[int]], chance: random.Random
     return [token if chance.random() < 0.8 else token ^ 1 for token in known]
 
 
+def test_a_warm_up_drafts_in_many_rows_and_in_few(tmp_path):
+    """Kernels for both must not compile while requests run."""
+    with served_states(tmp_path, "qwen3_next") as states:
+        epoch, drafted = states.epoch, []
+        steps = epoch.make.warm_up_steps()
+        launch = epoch.runner.launch
+
+        def keep(batch, plan):
+            drafted.append((batch.num_verify, batch.num_tokens))
+            return launch(batch, plan)
+
+        epoch.runner.launch = keep
+        steps.sample(epoch.runner, epoch.scheduler)
+        assert [counts for counts in drafted if counts[0]] == [(3, 15), (1, 5)]
+
+
 parts = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=5)
 
 

@@ -90,6 +90,8 @@ class StateGroup(CacheGroup):
                 continue
             key = seq.block_keys[num_full - 1]
             if key in self._wanted:
+                of_prompt = seq.num_computed_tokens <= seq.num_prefill_tokens
+                assert of_prompt, f"{seq.request.request_id} may have drafts in its state"
                 self._wanted.discard(key)
                 self.snapshots.save(key, seq.row + 1)
 

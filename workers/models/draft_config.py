@@ -2,13 +2,15 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 from kernels.interface.kv_layout import KVGroup, group_layers, layout_of
-from workers.config import CacheConfig, SpeculationConfig
+from workers.config import CacheConfig, ModelSection, SpeculationConfig
 from workers.models.config_reader import ModelConfigError
 from workers.models.eagle3.config import load_eagle3_config
 from workers.models.eagle3.spec import Eagle3Config
-from workers.specs.model import ModelConfig
+from workers.specs.model import ModelConfig, weight_map
+from workers.weights.checkpoint_files import tensor_names
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,19 @@ class DraftConfig:
     def kv_groups(self, cache: CacheConfig) -> tuple[KVGroup, ...]:
         """Return the caches of its layers, in the layout of most backends."""
         return group_layers(map(layout_of, cache.cached(self.layers.attention_specs)))
+
+
+def auto_method(model: ModelConfig, section: ModelSection) -> Literal["mtp", "ngram"]:
+    """Return the best drafter that the checkpoint of a section has: its head, or copied text.
+
+    A config.json may have a head that the files lack.
+    """
+    if model.mtp is None:
+        return "ngram"
+    if section.weights == "dummy":
+        return "mtp"
+    stored = tensor_names(section.folder)
+    return "mtp" if any(entry.name in stored for entry in weight_map(model.mtp)) else "ngram"
 
 
 def load_draft_config(

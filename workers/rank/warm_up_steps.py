@@ -86,9 +86,15 @@ class WarmUpSteps:
         self._run(runner, scheduler, count, length, SamplingParams(max_tokens=2))
 
     def sample(self, runner: ModelRunner, scheduler: Scheduler) -> None:
-        """Run the most sequences at once, with every sampling option that takes memory; then a prompt's logprobs."""
+        """Run the most sequences at once, with every sampling option that takes memory; then a prompt's logprobs.
+
+        With drafts also one sequence alone: kernels have other forms for few rows.
+        """
         heaviest = replace(_HEAVIEST, max_tokens=2 + self.num_drafts)
         self._run(runner, scheduler, self.limits.max_num_seqs, 1, heaviest, self.num_drafts)
+        if self.num_drafts:
+            one = SamplingParams(max_tokens=2 + self.num_drafts)
+            self._run(runner, scheduler, 1, 1, one, self.num_drafts)
         length = min(MAX_LOGITS_ROWS, self.limits.max_num_batched_tokens, self.max_model_len - 2)
         self._run(runner, scheduler, 1, length, _HEAVIEST_PROMPT)
 

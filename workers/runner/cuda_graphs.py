@@ -302,7 +302,10 @@ class StepGraphs:
 
     @torch.inference_mode()
     def seconds(self, key: GraphKey) -> float:
-        """Return the device's seconds of a replay with random tokens in all rows, without context. Collective."""
+        """Return the device's seconds of a replay with random tokens in all rows, without context. Collective.
+
+        But with states of linear attention, which are most of what it reads and writes. Before there are sequences.
+        """
         form = self._forms(key)[-1]
         device = self._model.device
         batch = self._builder.build(_IDLE, key.rows, graph=True)
@@ -310,6 +313,9 @@ class StepGraphs:
         batch.num_token_non_padded.fill_(key.rows)
         batch.input_ids.random_(self._model.config.vocab_size)
         self._plan_dummy(key, form)
+        if not key.drafts:
+            drafts = key.mode == GraphMode.VERIFY
+            self._whole.plan_states(key.rows, self._max_seqs, drafts=drafts)
         replay = self._graphs[key, form].graph.replay
         replay()
         clock = StepClock(device)

@@ -12,6 +12,7 @@ from workers.hub import DESCRIPTION, INDEX_FILE, MODULE_CONFIGS, SINGLE_FILE
 
 SAMPLE_BYTES = 64 * 1024
 NUM_SAMPLES = 64
+MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 
 
 class CheckpointError(ValueError):
@@ -76,3 +77,23 @@ def _weight_names(folder: Path) -> list[str]:
         return [SINGLE_FILE]
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         return [INDEX_FILE, SINGLE_FILE]  # the loader explains what is wrong with the index
+
+
+def tensor_names(folder: Path) -> frozenset[str]:
+    """Return the names of a checkpoint's tensors, by the header of its one file or by its index.
+
+    Return no names where neither can be read, which the loader reports.
+    """
+    try:
+        with (folder / SINGLE_FILE).open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            return frozenset(json.loads(content.read(min(length, MAX_HEADER_BYTES)))) - {
+                "__metadata__"
+            }
+    except (ValueError, TypeError, OSError):
+        pass
+    try:
+        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+        return frozenset(index["weight_map"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return frozenset()
