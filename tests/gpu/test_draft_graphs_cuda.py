@@ -22,8 +22,12 @@ from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.runner.cuda_graphs import StepGraphs
-from workers.runner.draft_passes import DraftPasses
+from workers.runner.draft_passes import Drafted, DraftPasses
+from workers.runner.draft_store import DraftStore
 from workers.speculation.model_drafter import ModelDrafter
+from workers.step.drafts import Drafts
+from workers.step.forward_batch import ForwardBatch
+from workers.step.scheduled_batch import NO_DRAFT, ScheduledBatch
 from workers.step.sequence import Sequence
 from workers.wire.request import RequestOutput
 
@@ -62,15 +66,15 @@ class Passes:
         self.equal, self.total, self.replays = Counter[int](), Counter[int](), Counter[str]()
         run, replay, taken = DraftPasses.run, StepGraphs._replay, ModelDrafter.drafted
 
-        def both(passes: DraftPasses, *arguments: Any) -> torch.Tensor:
+        def both(passes: DraftPasses, *arguments: Any) -> Drafted:
             found = run(passes, *arguments)
             if passes.graphs is None:
                 return found
             graphs, passes.graphs = passes.graphs, None
             expected = run(passes, *arguments)
             passes.graphs = graphs
-            assert found.shape == expected.shape
-            for place, same in enumerate((found == expected).T.tolist()):
+            assert found.drafts_SK.shape == expected.drafts_SK.shape
+            for place, same in enumerate((found.drafts_SK == expected.drafts_SK).T.tolist()):
                 self.equal[place] += sum(same)
                 self.total[place] += len(same)
             return found
@@ -79,10 +83,10 @@ class Passes:
             self.replays[f"{key.mode.name} {key.drafts}"] += 1
             replay(graphs, key, form)
 
-        def drafted(drafter: ModelDrafter, seq: Sequence, token_ids: tuple[int, ...]) -> None:
-            place = seq.num_output_tokens
+        def drafted(drafter: ModelDrafter, seq: Sequence, drafts: Drafts) -> None:
+            place, token_ids = seq.num_output_tokens, drafts.read()
             right = answers[seq.request.request_id][place : place + place % (DEPTH + 1)]
-            taken(drafter, seq, (*right, *token_ids[len(right) :])[: len(token_ids)])
+            taken(drafter, seq, Drafts.known((*right, *token_ids[len(right) :])[: len(drafts)]))
 
         monkeypatch.setattr(DraftPasses, "run", both)
         monkeypatch.setattr(StepGraphs, "_replay", count)
@@ -147,3 +151,54 @@ def test_drafts_of_graphs_equal_those_of_eager_passes(
     shares = [passes.equal[place] / passes.total[place] for place in range(DEPTH)]
     print(method, fp8, [f"{share:.3f}" for share in shares], passes.total, accepted)
     assert all(share >= least for share, least in zip(shares, EQUAL, strict=True)), shares
+
+
+def test_the_device_verifies_the_drafts_that_the_host_reads_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step is launched with drafts of the device; the times of graphs are known at the start."""
+    if reason := UNAVAILABLE.get("attention.flashinfer"):
+        pytest.skip(reason)
+    take_gpu(0)
+    found = sections(tmp_path, "glm4_moe")
+    num_late, processes = 0, []
+    resolve, init = DraftStore.resolve, RankProcess.__init__
+
+    def compare(
+        store: DraftStore, scheduled: ScheduledBatch, batch: ForwardBatch
+    ) -> ScheduledBatch:
+        nonlocal num_late
+        before, ids_T = scheduled.draft_token_ids, batch.resolved(store._last_tokens).input_ids
+        scheduled = resolve(store, scheduled, batch)
+        if before is not None and scheduled.draft_token_ids is not None:
+            late_L = (before < 0) & (before != NO_DRAFT)
+            rows_L = batch.logits_indices.cpu().numpy()[late_L] + 1
+            expected = scheduled.draft_token_ids[late_L].tolist()
+            assert ids_T.cpu()[torch.from_numpy(rows_L)].tolist() == expected
+            num_late += int(late_L.sum())
+        return scheduled
+
+    def keep(process: RankProcess, *arguments: Any, **options: Any) -> None:
+        processes.append(process)
+        init(process, *arguments, **options)
+
+    monkeypatch.setattr(DraftStore, "resolve", compare)
+    monkeypatch.setattr(RankProcess, "__init__", keep)
+    speculation = {"num_draft_tokens": DEPTH, "accept_lengths": [0.8, 0.65, 0.5]}
+    config = rank_config(
+        Path(found["model"]["path"]),
+        1,
+        "cuda",
+        model={"dtype": "bfloat16", "max_model_len": 1024, "weights": "dummy"},
+        scheduler={"max_num_seqs": 12, "max_num_batched_tokens": 96},
+        cache={"num_blocks": 256},
+        speculation=found["speculation"] | speculation | {"adaptive": False},
+    )
+    tokens, accepted = serve(config)
+    assert all(len(ids) == 40 for ids in tokens.values())
+    assert num_late > 200 and accepted > 100
+    times = processes[0].step_seconds
+    assert times is not None
+    print(times)
+    for curve in (times.decode, times.verify, times.first, times.one_draft, times.drafts):
+        assert all(1e-6 < seconds < 0.1 for _, seconds in curve) and len(curve) >= 4

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.checkpoints.eagle3 import make_eagle3
 from tests.distributed.engine_harness import make_request, rank_config
@@ -16,9 +15,10 @@ from workers.models.registry import load_model_config
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
-from workers.runner.draft_passes import DraftPasses
+from workers.runner.draft_passes import Drafted, DraftPasses
 from workers.sampling.sampler import SampledTokens, Sampler
 from workers.speculation.model_drafter import ModelDrafter
+from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
 from workers.step.step_sync import LockstepError
 from workers.weights.checkpoint_files import CheckpointError
@@ -112,11 +112,13 @@ def test_drafts_are_those_of_the_draft_model_alone(
     seen: list[tuple[list[int], tuple[int, ...]]] = []
     drafted = ModelDrafter.drafted
 
-    def record(drafter: ModelDrafter, seq: Sequence, token_ids: tuple[int, ...]) -> None:
+    def record(drafter: ModelDrafter, seq: Sequence, drafts: Drafts) -> None:
+        token_ids = drafts.read()
         seen.append((list(seq.token_ids), token_ids))
         # one right draft now and then, which no random model has
         right = expected[seq.request.request_id][seq.num_output_tokens :][:1]
-        drafted(drafter, seq, (*right, *token_ids[1:]) if len(seen) % 2 else token_ids)
+        changed = (*right, *token_ids[1:]) if len(seen) % 2 else token_ids
+        drafted(drafter, seq, Drafts.known(changed))
 
     sections = checkpoints[method]
     params, small = {"max_tokens": 12}, {"scheduler": {"max_num_batched_tokens": 32}}
@@ -141,7 +143,7 @@ def test_a_rank_that_fails_to_sample_runs_the_passes_of_its_draft_model(
     tokens: list[bool] = []
     run_passes = DraftPasses.run
 
-    def count(passes: DraftPasses, *arguments: Any) -> torch.Tensor:
+    def count(passes: DraftPasses, *arguments: Any) -> Drafted:
         tokens.append(arguments[4] is not None)
         return run_passes(passes, *arguments)
 

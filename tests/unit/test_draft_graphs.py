@@ -18,6 +18,7 @@ from workers.runner.graph_sizes import GraphKey, GraphSizes, decode_sizes, mixed
 from workers.runner.graph_times import agreed_times
 from workers.speculation.model_drafter import ModelDrafter
 from workers.speculation.step_times import StepSeconds
+from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
 from workers.step.step_sync import GraphMode
 
@@ -66,11 +67,11 @@ class Drafted:
         self.answers: dict[str, list[int]] = {}
         taken = ModelDrafter.drafted
 
-        def record(drafter: ModelDrafter, seq: Sequence, token_ids: tuple[int, ...]) -> None:
-            name, place = seq.request.request_id, seq.num_output_tokens
+        def record(drafter: ModelDrafter, seq: Sequence, drafts: Drafts) -> None:
+            name, place, token_ids = seq.request.request_id, seq.num_output_tokens, drafts.read()
             self.seen.append((name, place, token_ids))
             right = self.answers[name][place : place + place % (DEPTH + 1)]
-            taken(drafter, seq, (*right, *token_ids[len(right) :])[: len(token_ids)])
+            taken(drafter, seq, Drafts.known((*right, *token_ids[len(right) :])[: len(drafts)]))
 
         monkeypatch.setattr(ModelDrafter, "drafted", record)
 
@@ -140,8 +141,11 @@ def test_graphs_are_timed_at_the_start(
     found: list[StepSeconds | None] = []
 
     def gather(own: dict[str, Any]) -> list[dict[str, Any] | None]:
-        slower = {name: [[rows, seconds + 1] for rows, seconds in own[name]] for name in own}
-        return [own, slower]
+        slower = {
+            name: [[rows, seconds + 1] for rows, seconds in own[name]]
+            for name in own.keys() - {"most"}
+        }
+        return [own, slower | {"most": DEPTH}]
 
     def prepare(epoch: Epoch) -> None:
         graphs(epoch)
@@ -154,21 +158,26 @@ def test_graphs_are_timed_at_the_start(
     assert run(sections, {}, prepare, speculation=speculation, **SMALL)[0] == plain
     times, kept = found
     assert times is not None and kept == MEASURED
-    rows = {name: [count for count, _ in curve] for name, curve in asdict(times).items()}
+    fields = asdict(times)
+    assert fields.pop("most") == DEPTH
+    rows = {name: [count for count, _ in curve] for name, curve in fields.items()}
     assert rows["decode"] == rows["one_draft"] == rows["drafts"] == [1, 2, 3]
     assert rows["verify"] == rows["first"] == [1, 2, 4, 8, 12]
-    assert all(seconds > 1 for curve in asdict(times).values() for _, seconds in curve)
+    assert all(seconds > 1 for curve in fields.values() for _, seconds in curve)
 
 
 def test_the_keys_of_graphs_of_drafts() -> None:
     passes = WHOLE.further_passes()
-    assert len(passes) == len(set(passes)) == 2 * len(WHOLE.draft)
+    assert len(passes) == len(set(passes)) == DEPTH * len(WHOLE.draft)
     assert WHOLE.further_key(2, DEPTH) == GraphKey(GraphMode.DRAFT, 2, drafts=DEPTH)
     assert WHOLE.further_key(3, 1) == GraphKey(GraphMode.DRAFT, 3, drafts=1)
-    assert {WHOLE.further_key(rows, k) for rows in range(1, 4) for k in (1, DEPTH)} == set(passes)
+    assert {WHOLE.further_key(rows, k) for rows in range(1, 4) for k in (1, 2, 3)} == set(passes)
     assert WHOLE.further_key(0, DEPTH) is WHOLE.further_key(4, 1) is None
-    assert WHOLE.further_key(1, 2) is WHOLE.further_key(1, 0) is None
+    assert WHOLE.further_key(1, DEPTH + 1) is WHOLE.further_key(1, 0) is None
     assert GraphSizes((1, 2)).further_passes() == []
+    deep = GraphSizes((1,), draft=(1,), draft_tokens=12)
+    assert [key.drafts for key in deep.further_passes()] == [1, 2, 3, 4, 8, 12]
+    assert [deep.further_key(1, count).drafts for count in (4, 5, 9)] == [4, 8, 12]
 
 
 def test_the_token_behind_each_row() -> None:

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from tests.distributed.engine_harness import make_request
 from workers.config import SpeculationConfig
-from workers.speculation.depth import Acceptance, choose_depths
+from workers.speculation.depth import Acceptance, choose_depths, choose_passes, least_share
 from workers.speculation.ngram import NGRAM, NGramDrafter
 from workers.speculation.speculator import PROBE_EVERY, Speculator, make_speculator
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize, StepTimes
+from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
 
 
@@ -252,6 +253,7 @@ MEASURED = StepSeconds(
     first=((1, 0.1), (128, 0.4)),
     one_draft=((1, 0.3), (32, 0.4)),
     drafts=((1, 1.0), (32, 1.5)),
+    most=3,
 )
 
 
@@ -264,6 +266,9 @@ def test_costs_are_right_before_the_first_step():
     assert found[-1] == pytest.approx((12.6 + 0.4 + 1.5) / (6.0 + 0.1 + 0.3 * 31 / 127))
     assert (np.diff(found) > 0).all()
     assert float(MEASURED.of(256, True)) == pytest.approx(2 * 12.6)
+    assert costs.expected(1, 1, 2)[0] == pytest.approx(
+        (4.2 + 0.2 / 3 + 0.1 + 0.3 / 127 + 0.65) / 4.1
+    )
     latent = StepSeconds(decode=MEASURED.decode)
     assert float(latent.of(8, True)) == 5.0
 
@@ -292,23 +297,97 @@ def test_the_slowest_rank_has_the_times_of_the_group():
     assert str(one).startswith("decode 1: 4000.00, 8: 5000.00, 32: 6000.00; verify 1: 4200.00")
 
 
+@pytest.mark.parametrize(
+    ("share", "of_draft", "expected"), [(0.9, 0.1, 3), (0.5, 0.1, 2), (0.3, 0.1, 1), (0.9, 1.5, 1)]
+)
+def test_as_many_passes_run_as_pay(share, of_draft, expected):
+    """Rows cost nothing here; each draft costs a pass behind every step."""
+    measured = StepSeconds(
+        decode=((1, 1.0),),
+        verify=((1, 1.0), (9, 1.0)),
+        one_draft=((1, of_draft),),
+        drafts=((1, 3.5 * of_draft),),
+        most=3,
+    )
+    costs = DraftCosts(measured)
+    rates = [
+        (1 + sum(share**place for place in range(1, count + 1))) / costs.expected(1, 3, count)[-1]
+        for count in (1, 2, 3)
+    ]
+    found = choose_passes(np.array([share]), 3, 1, lambda count: costs.expected(1, 3, count))
+    assert found == 1 + int(np.argmax(rates)) == expected
+
+
 def test_a_draft_model_that_does_not_pay_drafts_one_token_now_and_then():
     config = SpeculationConfig(method="mtp", num_draft_tokens=3)
     drafts = make_speculator(config, MEASURED)
     seq = sequence([1], output=[4])
     assert drafts.draft_steps([seq], 1) == 3, "a new sequence"
-    drafts.committed(seq, (5, 6, 7))
+    drafts.committed(seq, Drafts.known((5, 6, 7)))
     assert seq.speculates
     list(drafts.drafts([seq], 1, 8))
     for token in range(100, 140):
         seq.token_ids.append(token)
-        drafts.committed(seq, (5, 6, 7))
+        drafts.committed(seq, Drafts.known((5, 6, 7)))
     assert not seq.speculates
     found = [drafts.draft_steps([seq], step) for step in range(4 * PROBE_EVERY)]
     assert found == ([1] + [0] * (PROBE_EVERY - 1)) * 4
     while not seq.speculates:
         seq.token_ids.append(8)
-        drafts.committed(seq, (8,))
+        drafts.committed(seq, Drafts.known((8,)))
+    assert 0 < drafts.draft_steps([seq], 1) < 3
+    for _ in range(40):
+        seq.token_ids.append(8)
+        drafts.committed(seq, Drafts.known((8,)))
+        list(drafts.drafts([seq], 1, 8))
     assert drafts.draft_steps([seq], 1) == 3
     always = make_speculator(config.model_copy(update={"adaptive": False}), MEASURED)
     assert always.draft_steps([seq], 1) == 3
+
+
+@given(st.lists(st.floats(0.5, 5), min_size=1, max_size=5))
+def test_with_the_least_share_some_depth_pays_and_with_less_none_does(costs):
+    found = least_share(np.array(costs))
+
+    def rate(share: float) -> float:
+        tokens = 1 + np.cumsum(share ** np.arange(1, len(costs) + 1))
+        return float((tokens / np.maximum(costs, 1.0)).max())
+
+    assert rate(min(found, 1.0)) > 1 or np.isinf(found)
+    assert rate(0.98 * min(found, 1.0) - 0.03) <= 1 or found == 0
+
+
+# Qwen3.6-35B-A3B in FP8 on one H200: docs/results/gpu-speculation.json.
+H200 = StepSeconds(
+    decode=((1, 2.96), (8, 4.63), (32, 8.61), (128, 12.17)),
+    verify=((1, 3.0), (4, 3.89), (32, 8.75), (128, 12.32), (512, 15.97)),
+    first=((1, 0.12), (128, 0.34), (512, 0.42)),
+    one_draft=((1, 0.29), (128, 0.46)),
+    drafts=((1, 1.07), (8, 1.2), (32, 1.47), (128, 2.0)),
+    most=3,
+)
+
+
+@pytest.mark.parametrize(("num_seqs", "gain"), [(1, 1.2), (32, 1.3), (128, 1.4)])
+def test_drafts_that_pay_are_taken_though_the_first_steps_were_slow(num_seqs, gain):
+    """A first step that took three times as long made drafts look dear for ever."""
+    lengths, chance = (0.8, 0.65, 0.5), np.random.default_rng(0)
+    config = SpeculationConfig(method="mtp", num_draft_tokens=3, accept_lengths=lengths)
+    drafts, seqs = make_speculator(config, H200), [sequence([1]) for _ in range(num_seqs)]
+    seconds = tokens = 0.0
+    for step in range(300 + 1200 // num_seqs):
+        found = dict(drafts.drafts([s for s in seqs if s.speculates], num_seqs, 4 * num_seqs))
+        passes, rows = drafts.draft_steps(seqs, step), num_seqs + sum(map(len, found.values()))
+        size = StepSize(rows, bool(found), num_seqs if passes else 0, passes)
+        took = float(H200.of(*size)) + 1.0 * bool(found)
+        drafts.observe(size, 3 * took if len(found) and tokens < 4 * num_seqs else took)
+        for seq in seqs:
+            own = len(found.get(seq, ()))
+            right = chance.random(own) < lengths[:own]
+            accepted = int(np.cumprod(right).sum())
+            seq.token_ids += [7] * (accepted + 1)
+            made = Drafts.known((5,) * passes) if passes else None
+            drafts.committed(seq, made, (accepted, own))
+            tokens += accepted + 1
+        seconds += took
+    assert tokens / seconds > gain * num_seqs / float(H200.of(num_seqs, False))

@@ -146,8 +146,11 @@ class EpochDraft:
         """Whether the passes behind the first one can be captured in CUDA graphs too."""
         return isinstance(self.attention, GraphAttention) and self.attention.shortens
 
-    def passes(self, scheduler: Scheduler, device: torch.device) -> DraftPasses | None:
-        """Return the passes behind the steps of `scheduler`; None until there are caches."""
+    def passes(
+        self, scheduler: Scheduler, device: torch.device, num_drafts: int
+    ) -> DraftPasses | None:
+        """Return the passes behind the steps of `scheduler`, for so many drafts; None until there are caches."""
         if not self.attention.kv_caches:
             return None
-        return DraftPasses(self.model, self.attention, scheduler.table, scheduler.cache, device)
+        place = scheduler.table, scheduler.cache, device
+        return DraftPasses(self.model, self.attention, *place, num_drafts)

@@ -55,6 +55,10 @@ class RunnerMaker:
             backends = replace(backends, attention=attention)
             model = model.with_backends(backends)
         scheduler = Scheduler(config.scheduler, cache, process.max_model_len)
+        drafts = None
+        if self.draft is not None:
+            most = config.speculation.num_draft_tokens
+            drafts = self.draft.passes(scheduler, process.device, most)
         runner = ModelRunner(
             model,
             backends,
@@ -67,7 +71,7 @@ class RunnerMaker:
             device=process.device,
             asynchronous=process.asynchronous,
             ubatches=self.ubatches.wrapper(self.model),
-            drafts=None if self.draft is None else self.draft.passes(scheduler, process.device),
+            drafts=drafts,
             acceptance=acceptance_of(config.speculation),
         )
         return runner, scheduler

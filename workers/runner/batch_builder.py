@@ -84,8 +84,8 @@ def _aligned(size: int) -> int:
 class ForwardBatchBuilder:
     """Owns the buffers of one rank. `max_num_tokens` bounds T, `max_num_seqs` bounds B.
 
-    last_tokens   int64 [table rows], the token drawn last in each row, for sequences with a last token that is not yet
-                  on the host; None: there are no such sequences
+    last_tokens   int64 [table rows and more], the token drawn last in each row, and drafts, for sequences with tokens
+                  that are not yet on the host; None: there are no such sequences
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class StepGraphs:
         self._max_seqs = max_seqs
         self._graphs: dict[tuple[GraphKey, GraphForm], CapturedGraph] = {}
         self._postponed: set[GraphKey] = set()
-        self._ran_forms: set[tuple[bool, int, GraphForm]] = set()
+        self._ran_forms: set[tuple[GraphKey, GraphForm]] = set()
         self._stream = _capture_stream(model.device)
         planners: list[GraphPlanner | UBatchWrapper] = [self._whole]
         if ubatches is not None:
@@ -213,10 +213,11 @@ class StepGraphs:
             if progress is not None:
                 progress(done, len(forms))
             # Forms of one size differ only in attention's kernel, which takes any number of rows.
-            known = key in ran and (key.ubatch, key.drafts, form) in self._ran_forms
+            kind = key._replace(rows=0), form
+            known = key in ran and kind in self._ran_forms
             self._graphs[key, form] = self._capture(key, form, run=not known)
             ran.add(key)
-            self._ran_forms.add((key.ubatch, key.drafts, form))
+            self._ran_forms.add(kind)
         torch.cuda.synchronize(self._model.device)
         torch.cuda.empty_cache()  # eager runs on the stream of captures leave their memory with that stream
         if progress is not None:

@@ -59,6 +59,7 @@ class DraftGraphs:
     replay      replays the graph of a key in a form
     target      what the graphs of the target write
     sizes       `draft` and `draft_tokens` are those of the further passes; none if the attention cannot be shortened
+    last_tokens as of DraftPasses
     max_tokens  rows of a step, with logits or without
     """
 
@@ -71,13 +72,14 @@ class DraftGraphs:
         target: TargetStates,
         replay: Callable[[GraphKey, GraphForm], None],
         *,
+        last_tokens: torch.Tensor | None,
         max_tokens: int,
         max_seqs: int,
     ):
         assert attention.graph, f"{attention.name} has no graphs"
         self._model, self._target, self._sizes, self._replay = model, target, sizes, replay
         self._attention = cast(GraphAttention, attention)
-        self._cache = cache
+        self._cache, self._last_tokens = cache, last_tokens
         self._attention.reserve_graphs(max(sizes.largest, max_seqs), max_seqs, cache.max_blocks)
         self._width = sizes.draft_tokens
         new: dict[str, Any] = {"dtype": torch.int64, "device": model.device}
@@ -139,7 +141,9 @@ class DraftGraphs:
         hidden_TD, hidden_after = self._target
         after = {layer: after_TD[rows] for layer, after_TD in hidden_after.items()}
         states_TD = self._model.read_target(hidden_TD[rows], after)
-        ids_T = next_tokens(batch.input_ids, self._follow_T[rows], self._drawn_L)
+        # The draws of this step are behind the last row of each sequence, so the last tokens that it read are not used.
+        ids_T = batch.resolved(self._last_tokens).input_ids
+        ids_T = next_tokens(ids_T, self._follow_T[rows], self._drawn_L)
         states_TD = self._model.forward(replace(batch, input_ids=ids_T), states_TD)
         self._states_TD[rows].copy_(states_TD)
 

@@ -9,7 +9,7 @@ T rows (padding included), L rows with logits, S sequences with new tokens, A se
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,10 +38,19 @@ def draft_vote(
     return {"draft_steps": steps, "draft_rows": int(np.count_nonzero(batch.num_logits))}
 
 
+class Drafted(NamedTuple):
+    """Drafts int64 [S, K] of the sequences with new tokens, in `rows`; NO_TOKEN where there is none."""
+
+    rows: DraftRows
+    drafts_SK: torch.Tensor
+
+
 class DraftPasses:
     """Runs a draft model with an attention of its own, over the KV blocks of the target's layers.
 
-    graphs   captured passes; None: all passes run eagerly
+    num_drafts   most tokens that it drafts of a sequence
+    last_tokens  what `ForwardBatch.resolved` reads; set by the runner
+    graphs       captured passes; None: all passes run eagerly
     """
 
     def __init__(
@@ -51,8 +60,11 @@ class DraftPasses:
         table: InputBatch,
         cache: KVCacheManager,
         device: torch.device,
+        num_drafts: int,
     ):
         self.model, self.attention, self.cache = model, attention, cache
+        self.num_drafts = num_drafts
+        self.last_tokens: torch.Tensor | None = None
         self.graphs: DraftGraphs | None = None
         self._device = device
         self._limit = table.token_ids.shape[1]
@@ -73,6 +85,7 @@ class DraftPasses:
             sizes,
             target,
             replay,
+            last_tokens=self.last_tokens,
             max_tokens=builder.max_num_tokens,
             max_seqs=max_seqs,
         )
@@ -86,9 +99,10 @@ class DraftPasses:
         target: TargetStates,
         token_L: torch.Tensor | None,
         counts_B: np.ndarray | None = None,
-    ) -> torch.Tensor:
-        """Return drafts int64 [S, K], NO_TOKEN where there is none, of the sequences with new tokens. Collective.
+    ) -> Drafted:
+        """Draft tokens of the sequences with new tokens. Collective.
 
+        scheduled its drafts are tokens
         target    of the forward of `batch`; those of its graph, if it replayed one
         token_L   the drawn tokens; None: this rank failed, and runs along without sequences
         counts_B  how many draws of each sequence count; None: those that equal its drafts, and one more
@@ -107,11 +121,11 @@ class DraftPasses:
         if graphs is not None and further is not None:
             if first is None:
                 graphs.take_states(states_TD)
-            return graphs.run_further(further, drafting, rows, counts_B)
+            return Drafted(rows, graphs.run_further(further, drafting, rows, counts_B))
         if not plan.draft_steps:
-            return drawn_L.new_empty(len(rows.seqs), 0)
+            return Drafted(rows, drawn_L.new_empty(len(rows.seqs), 0))
         counts_S = rows.counts(drafting, drawn_L.cpu().numpy(), counts_B)
-        return self._further(rows.last(counts_S), plan, states_TD)
+        return Drafted(rows, self._further(rows.last(counts_S), plan, states_TD))
 
     def _first(
         self,
@@ -123,7 +137,8 @@ class DraftPasses:
         """Return the states of all rows."""
         drawn_L = drawn_L if len(drawn_L) else batch.input_ids.new_zeros(1)
         states_TD = self.model.read_target(target.hidden_TD, target.hidden_after)
-        ids_T = next_tokens(batch.input_ids, self._there(follow_T), drawn_L)
+        ids_T = batch.resolved(self.last_tokens).input_ids
+        ids_T = next_tokens(ids_T, self._there(follow_T), drawn_L)
         self.attention.plan(batch)
         return self.model.forward(replace(batch, input_ids=ids_T), states_TD)
 

@@ -83,11 +83,21 @@ class DraftRows:
             ends=self.ends,
         )
 
+    def num_drafts(self, counts_S: np.ndarray, depth: int) -> np.ndarray:
+        """Return how many tokens `depth` passes draft of each sequence, int64 [S]; counts_S as in `last`.
+
+        A draft behind the first needs memory for its K and V.
+        """
+        left_S = self.ends - (self.positions + counts_S - 1)
+        found: np.ndarray = np.minimum(left_S.clip(min=1), depth)
+        return found
+
     def counts(
         self, scheduled: ScheduledBatch, drawn_L: np.ndarray, counts_B: np.ndarray | None
     ) -> np.ndarray:
         """Return how many draws of each sequence count, int64 [S].
 
+        drawn     int64; of `scheduled` the drafts are tokens
         counts_B  as in DraftPasses.run
         """
         if scheduled.draft_token_ids is None:

@@ -79,18 +79,24 @@ class GraphSizes:
         return [*decodes, *verify, *(GraphKey(GraphMode.MIXED, rows) for rows in self.mixed)]
 
     def further_passes(self) -> list[GraphKey]:
-        """Return the keys of the graphs of a draft model's further passes; each drafts one token or the most."""
-        depths = sorted({1, self.draft_tokens}) if self.draft else ()
+        """Return the keys of the graphs of a draft model's further passes, for each number of drafts up to four."""
         return [
-            GraphKey(GraphMode.DRAFT, rows, drafts=depth) for depth in depths for rows in self.draft
+            GraphKey(GraphMode.DRAFT, rows, drafts=count)
+            for count in self._draft_counts
+            for rows in self.draft
         ]
 
+    @property
+    def _draft_counts(self) -> list[int]:
+        """Numbers of drafts with graphs, ascending: each one up to four, then powers of two and the most."""
+        most = self.draft_tokens
+        return [it for it in range(1, most + 1) if it <= 4 or it == most or it & (it - 1) == 0]
+
     def further_key(self, num_rows: int, num_drafts: int) -> GraphKey | None:
-        """Return the graph that drafts so many tokens of the sequences of a rank; None: no graph."""
+        """Return the graph that drafts so many tokens, or a few more, of the sequences of a rank; None: no graph."""
         rows = _smallest(self.draft, num_rows) if num_rows else 0
-        if not rows or num_drafts not in (1, self.draft_tokens):
-            return None
-        return GraphKey(GraphMode.DRAFT, rows, drafts=num_drafts)
+        count = _smallest(self._draft_counts, num_drafts) if num_drafts else 0
+        return GraphKey(GraphMode.DRAFT, rows, drafts=count) if rows and count else None
 
     def key(
         self, forward_mode: ForwardMode, num_tokens: int, ubatch: bool = False

@@ -42,6 +42,7 @@ def measure_graphs(graphs: StepGraphs) -> StepSeconds:
         first=curve(GraphMode.VERIFY, 1) or curve(GraphMode.DECODE, 1),
         one_draft=curve(GraphMode.DRAFT, 1),
         drafts=curve(GraphMode.DRAFT, most) if most > 1 else (),
+        most=max(1, most),
     )
 
 

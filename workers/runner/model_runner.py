@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from workers.pooling.head import PoolingHead
 from workers.runner.accepted_drafts import accept_drafts
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
-from workers.runner.draft_graphs import NO_TOKEN, TargetStates
+from workers.runner.draft_graphs import TargetStates
 from workers.runner.draft_passes import DraftPasses
+from workers.runner.draft_rows import DraftRows
+from workers.runner.draft_store import DraftStore, StepDrafts
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.sampling.grammar_bitmask import GrammarBitmasks, PendingBitmask
 from workers.sampling.logprobs import PromptLogprobs
@@ -31,11 +34,21 @@ from workers.step.step_output import RunTimes, StepOutput
 from workers.step.step_sync import StepPlan
 from workers.ubatch.wrapper import UBatchWrapper
 
-# hidden_TD; float32 logits_LV, if any row gives logits; hidden_TD after the layers that a draft model reads.
+# hidden_TD; float32 logits_LV, if any row gives logits; hidden_TD after the layers that a draft model reads; the counts
+# of the experts' rows, in steps that read them.
 HiddenAfter = dict[int, torch.Tensor]
-Forwarded = tuple[torch.Tensor, torch.Tensor | None, HiddenAfter]
+Ran = tuple[torch.Tensor, torch.Tensor | None, HiddenAfter]
+Forwarded = tuple[torch.Tensor, torch.Tensor | None, HiddenAfter, torch.Tensor | None]
 _NO_TOKENS = SampledTokens(torch.empty(0, dtype=torch.int64), [])
 _NO_HIDDEN = torch.empty(0)
+
+
+class StepDraft(NamedTuple):
+    """What passes behind a step have drafted, and the times of those behind the step before, None without any."""
+
+    rows: DraftRows
+    drafts: StepDrafts
+    before: StepClock | None
 
 
 class ModelRunner:
@@ -85,10 +98,17 @@ class ModelRunner:
         self._copy_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # The last token drawn in each row of the table.
+        # The last token drawn in each row of the table, then the drafts behind it.
         self._last_tokens: torch.Tensor | None = None
+        num_drafts = 0 if drafts is None else drafts.num_drafts
         if asynchronous:
-            self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+            size = max_num_seqs * (1 + num_drafts)
+            self._last_tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        self._store: DraftStore | None = None
+        self._draft_clock: StepClock | None = None  # of the passes behind the last step
+        if drafts is not None:
+            drafts.last_tokens = self._last_tokens
+            self._store = DraftStore(table, num_drafts, self._last_tokens)
         self._builder = ForwardBatchBuilder(
             table, cache, max_num_tokens, max_num_seqs, device, last_tokens=self._last_tokens
         )
@@ -112,49 +132,52 @@ class ModelRunner:
         clock = StepClock(self._device)
         clock.mark()
         try:
-            forwarded = forward()
+            forwarded = (*forward(), self._read_load(plan))
         except BaseException:
             self._backends.all2all.reset()
             raise
         clock.mark()
-        sampled, failure = self._try_sample(scheduled, batch, forwarded, mask)
-        clock.mark()
-        drafts_SK = counts_B = None
+        if self._store is not None:
+            self._store.settle()
+            scheduled = self._store.resolve(scheduled, batch)
+        counts_B = None
         if self._acceptance is not None and scheduled.draft_token_ids is not None:
             counts_B = self._acceptance.counts(scheduled)
-        if self.drafts is not None:
-            drafts_SK = self._draft(
-                self.drafts, scheduled, batch, plan, forwarded, sampled, counts_B
-            )
-        clock.mark()
-        try:
-            if failure is not None:
-                raise failure
-            if self._linear_attention is not None:
-                drawn = sampled.token_B, counts_B
-                accept_drafts(self._linear_attention, scheduled, batch, *drawn)
-            return self._finish(
-                scheduled, batch, plan, forwarded, sampled, drafts_SK, counts_B, clock, prepare
-            )
-        except Exception as error:
-            # The collectives are over: the error is raised when the step is committed, and then voted.
-            return _failed(error)
+        sampled, read = self._try_output(
+            scheduled, batch, forwarded, mask, clock, prepare, counts_B
+        )
+        if self.drafts is None:
+            return Pending(partial(read, None))
+        found = self._draft(self.drafts, scheduled, batch, plan, forwarded, sampled, counts_B)
+        return Pending(partial(read, found))
 
-    def _try_sample(
+    def _try_output(
         self,
         scheduled: ScheduledBatch,
         batch: ForwardBatch,
         forwarded: Forwarded,
         mask: PendingBitmask | None,
-    ) -> tuple[SampledTokens, Exception | None]:
-        """Return the tokens of a forward, or no tokens and the error: a draft model's collectives still follow."""
-        logits_LV = forwarded[1]
-        if logits_LV is None:
-            return _NO_TOKENS, None
+        clock: StepClock,
+        prepare: float,
+        counts_B: np.ndarray | None,
+    ) -> tuple[SampledTokens | None, Callable[[StepDraft | None], StepOutput]]:
+        """Sample and start to copy the results to the host; return the tokens, and the function that reads the output.
+
+        An error is raised when the output is read, and then voted: a draft model's collectives still follow. There are
+        no tokens then.
+        """
         try:
-            return self._sample(logits_LV, batch, mask, scheduled.draft_token_ids), None
+            sampled = _NO_TOKENS
+            logits_LV = forwarded[1]
+            if logits_LV is not None:
+                sampled = self._sample(logits_LV, batch, mask, scheduled.draft_token_ids)
+            if self._linear_attention is not None:
+                drawn = sampled.token_B, counts_B
+                accept_drafts(self._linear_attention, scheduled, batch, *drawn)
+            read = self._finish(scheduled, batch, forwarded, sampled, clock, prepare, counts_B)
+            return sampled, read
         except Exception as error:
-            return _NO_TOKENS, error
+            return None, partial(_raise, error)
 
     def _draft(
         self,
@@ -163,41 +186,45 @@ class ModelRunner:
         batch: ForwardBatch,
         plan: StepPlan,
         forwarded: Forwarded,
-        sampled: SampledTokens,
+        sampled: SampledTokens | None,
         counts_B: np.ndarray | None,
-    ) -> torch.Tensor:
-        """Run the passes of the draft model behind a forward. Collective."""
-        hidden_TD, _, hidden_after = forwarded
-        token_L = sampled.token_B.to(self._device)
-        failed = len(token_L) < len(batch.logits_indices)
-        target = TargetStates(hidden_TD, hidden_after)
+    ) -> StepDraft:
+        """Run the passes of the draft model behind a forward, and start to copy drafts to the host. Collective."""
+        assert self._store is not None
+        hidden_TD, _, hidden_after, _ = forwarded
+        token_L = None if sampled is None else sampled.token_B.to(self._device)
+        clock, before = StepClock(self._device), self._draft_clock
+        clock.mark()
         try:
-            drawn_L = None if failed else token_L
-            return drafts.run(scheduled, batch, plan, target, drawn_L, counts_B)
+            target = TargetStates(hidden_TD, hidden_after)
+            drafted = drafts.run(scheduled, batch, plan, target, token_L, counts_B)
         except BaseException:
             self._backends.all2all.reset()
             raise
+        clock.mark()
+        self._draft_clock = clock
+        return StepDraft(drafted.rows, self._store.put(*drafted, self._copy_stream), before)
 
     def _finish(
         self,
         scheduled: ScheduledBatch,
         batch: ForwardBatch,
-        plan: StepPlan,
         forwarded: Forwarded,
         sampled: SampledTokens,
-        drafts_SK: torch.Tensor | None,
-        counts_B: np.ndarray | None,
         clock: StepClock,
         prepare: float,
-    ) -> Pending[StepOutput]:
-        """Start to copy the outputs of a step to the host."""
-        hidden_TD = forwarded[0]
+        counts_B: np.ndarray | None,
+    ) -> Callable[[StepDraft | None], StepOutput]:
+        """Start to copy the results of a step to the host; return the function that reads the output.
+
+        The function does not wait for drafts: the next step may be launched before the host has them.
+        """
+        hidden_TD, _, _, counts_Ls = forwarded
         # A step that completes a prompt also samples its first token.
         prompts = self._prompt_logprobs.collect(
             scheduled.parts, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
         )
         vectors = self._pooling.collect(scheduled, batch.query_start_loc_cpu, hidden_TD)
-        counts_Ls = self._read_load(plan)
         clock.mark()
 
         copy = HostCopies(self._copy_stream)
@@ -205,23 +232,31 @@ class ModelRunner:
         prompts = {name: parts.to(copy) for name, parts in (prompts or {}).items()}
         vectors = None if vectors is None else vectors.to(copy)
         counts_Ls = None if counts_Ls is None else copy(counts_Ls)
-        drafts_SK = None if drafts_SK is None else copy(drafts_SK)
         copy.finish()
 
-        def read() -> StepOutput:
+        def read(found: StepDraft | None) -> StepOutput:
             copy.wait()
+            tokens, logprobs = sampled.lists()
+            forward_s, sample_s = clock.seconds()
+            draft_s, drafts = 0.0, None
+            if found is not None:
+                assert self._store is not None
+                counts_S = found.rows.counts(scheduled, np.array(tokens), counts_B)
+                drafts = self._store.drafts_of(found.drafts, found.rows, counts_S)
+                draft_s = 0.0 if found.before is None else found.before.seconds()[0]
             return StepOutput.of(
                 scheduled,
-                *sampled.lists(),
+                tokens,
+                logprobs,
                 prompt_logprobs={name: parts.lists() for name, parts in prompts.items()} or None,
                 vectors=None if vectors is None else vectors.lists(len(scheduled.seqs)),
-                times=RunTimes.of(prepare, *clock.seconds()),
-                drafts=None if drafts_SK is None else _drafts_of(scheduled, drafts_SK),
+                times=RunTimes(prepare, forward_s, sample_s, draft_s),
+                drafts=drafts,
                 counts_B=counts_B,
                 expert_counts=None if counts_Ls is None else counts_Ls.numpy(),
             )
 
-        return Pending(read)
+        return read
 
     def _read_load(self, plan: StepPlan) -> torch.Tensor | None:
         """Return a copy of the counts of the experts' rows, which the next step adds to, in steps that read them."""
@@ -294,9 +329,7 @@ class ModelRunner:
             return None
         return self.graphs.require_step(plan)
 
-    def _plan(
-        self, batch: ForwardBatch, plan: StepPlan, key: GraphKey | None
-    ) -> Callable[[], Forwarded]:
+    def _plan(self, batch: ForwardBatch, plan: StepPlan, key: GraphKey | None) -> Callable[[], Ran]:
         """Plan attention and return the function that runs the forward."""
         if key is not None:
             assert self.graphs is not None
@@ -310,14 +343,14 @@ class ModelRunner:
         self.ubatches.plan(batch)
         return partial(self._forward, self.ubatches, batch)
 
-    def _forward(self, model: DecoderLM | UBatchWrapper, batch: ForwardBatch) -> Forwarded:
+    def _forward(self, model: DecoderLM | UBatchWrapper, batch: ForwardBatch) -> Ran:
         after = dict.fromkeys(self.aux_layers, _NO_HIDDEN)
         self._expert_load.begin()
         hidden_TD = model.forward(batch, hidden_after=after) if after else model.forward(batch)
         self._expert_load.finish()
         return hidden_TD, self._logits(hidden_TD, batch), after
 
-    def _replay(self, graph: ForwardGraph, batch: ForwardBatch) -> Forwarded:
+    def _replay(self, graph: ForwardGraph, batch: ForwardBatch) -> Ran:
         graph.graph.replay()
         logits_LV = graph.logits(batch)
         if logits_LV is None:
@@ -358,15 +391,5 @@ class ModelRunner:
         )
 
 
-def _drafts_of(scheduled: ScheduledBatch, drafts_SK: torch.Tensor) -> dict[int, tuple[int, ...]]:
-    """Return the drafts of each sequence with new tokens, by its index in the batch."""
-    seqs = np.flatnonzero(scheduled.num_logits).tolist()
-    rows = zip(seqs, drafts_SK.tolist(), strict=True)
-    return {seq: tuple(token for token in tokens if token != NO_TOKEN) for seq, tokens in rows}
-
-
-def _failed(error: Exception) -> Pending[StepOutput]:
-    def read() -> StepOutput:
-        raise error
-
-    return Pending(read)
+def _raise(error: Exception, _drafts: StepDraft | None) -> StepOutput:
+    raise error

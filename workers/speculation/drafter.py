@@ -7,6 +7,7 @@ never a token: each draft is verified by the draw of the row before it.
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 
+from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
 
 
@@ -29,13 +30,16 @@ class Drafter(ABC):
         A guess counts if it was made of all tokens before it.
         """
 
-    def drafted(self, seq: Sequence, token_ids: tuple[int, ...]) -> None:
+    def drafted(self, seq: Sequence, drafts: Drafts) -> None:
         """Take the drafts of a draft model that follow the present tokens of `seq`; other drafters have none."""
         raise NotImplementedError(f"{self.name} drafts by itself")
 
     @abstractmethod
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
-        """Return at most `most` tokens that may follow seq.token_ids, the likeliest first token alone at each place."""
+        """Return at most `most` tokens that may follow seq.token_ids, or their references as in Drafts.
+
+        A sequence with a grammar gets tokens.
+        """
 
     @abstractmethod
     def has_drafts(self, seq: Sequence) -> bool:

@@ -1,11 +1,13 @@
 """Drafts by a draft model, which runs behind each step: a head for multi-token prediction, or EAGLE-3.
 
-The runner computes the drafts on the device; here they wait for the next step of their sequence.
+The runner computes the drafts on the device; here they wait for the next step of their sequence, which is launched
+before the host has their tokens.
 """
 
 from typing import NamedTuple
 
 from workers.speculation.drafter import Drafter, Guesses
+from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
 
 
@@ -13,7 +15,7 @@ class Waiting(NamedTuple):
     """Drafts that follow the first `num_tokens` tokens of a sequence."""
 
     num_tokens: int
-    token_ids: tuple[int, ...]
+    drafts: Drafts
 
 
 class ModelDrafter(Drafter):
@@ -24,8 +26,8 @@ class ModelDrafter(Drafter):
     def __init__(self) -> None:
         self._waiting: dict[Sequence, Waiting] = {}
 
-    def drafted(self, seq: Sequence, token_ids: tuple[int, ...]) -> None:
-        self._waiting[seq] = Waiting(len(seq.token_ids), token_ids)
+    def drafted(self, seq: Sequence, drafts: Drafts) -> None:
+        self._waiting[seq] = Waiting(len(seq.token_ids), drafts)
 
     def committed(self, seq: Sequence) -> Guesses:
         before = self._waiting.pop(seq, None)
@@ -33,7 +35,7 @@ class ModelDrafter(Drafter):
         if before is None or before.num_tokens >= known:
             return Guesses(0, 0)
         tokens, right = seq.token_ids[before.num_tokens :], 0
-        for token, draft in zip(tokens, before.token_ids, strict=False):
+        for token, draft in zip(tokens, before.drafts.read(), strict=False):
             if token != draft:
                 return Guesses(right, 1)
             right += 1
@@ -43,11 +45,12 @@ class ModelDrafter(Drafter):
         waiting = self._waiting.get(seq)
         if waiting is None or waiting.num_tokens != len(seq.token_ids):
             return ()
-        return waiting.token_ids[:most]
+        drafts = waiting.drafts
+        return (drafts.references if seq.grammar is None else drafts.read())[:most]
 
     def has_drafts(self, seq: Sequence) -> bool:
         waiting = self._waiting.get(seq)
-        return waiting is not None and len(waiting.token_ids) > 0
+        return waiting is not None and len(waiting.drafts) > 0
 
     def forget(self, seq: Sequence) -> None:
         self._waiting.pop(seq, None)

@@ -9,12 +9,23 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from workers.config import SpeculationConfig
-from workers.speculation.depth import PRIOR, Acceptance, choose_depths
-from workers.speculation.drafter import Drafter, Guesses
+from workers.speculation.depth import (
+    DECAY_OF_ALL,
+    Acceptance,
+    choose_depths,
+    choose_passes,
+    least_share,
+)
+from workers.speculation.drafter import Drafter
 from workers.speculation.model_drafter import ModelDrafter
 from workers.speculation.ngram import NGramDrafter
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize
+from workers.speculation.synthetic import SyntheticGuesses
+from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
+
+CHOOSE_EVERY = 8
+"""Steps from one choice of the draft model's passes to the next, which takes the time of several choices of drafts."""
 
 PROBE_EVERY = 8
 """Steps from one draft to the next while no drafts pay: a draft costs the draft model's head, of whole logits."""
@@ -36,16 +47,20 @@ class Speculator:
             config.num_draft_tokens,
             config.adaptive,
         )
-        self._synthetic = config.accept_lengths is not None
+        lengths = config.accept_lengths
+        self._synthetic = None if lengths is None else SyntheticGuesses(lengths)
         self.uses_model = config.uses_model
         self._acceptance: dict[Sequence, Acceptance] = {}
+        self._of_all = Acceptance(decay=DECAY_OF_ALL)
         self._costs = DraftCosts(measured)
         self._least = 0.0  # acceptance from which drafts pay
+        self._passes = config.num_draft_tokens if config.uses_model else 0
+        self._num_choices = 0
 
     def committed(
         self,
         seq: Sequence,
-        drafts: tuple[int, ...] | None = None,
+        drafts: Drafts | None = None,
         verified: tuple[int, int] = (0, 0),
     ) -> None:
         """Read the new tokens of `seq`, and decide whether its next step waits for them.
@@ -55,12 +70,12 @@ class Speculator:
         """
         acceptance = self._acceptance.get(seq)
         if acceptance is None:
-            acceptance = self._acceptance[seq] = Acceptance()
+            acceptance = self._acceptance[seq] = Acceptance(self._of_all.share)
         guesses = self._drafter.committed(seq)
-        if self._synthetic:  # the tokens are not those of accepted drafts
-            accepted, drafted = verified
-            guesses = Guesses(accepted, int(accepted < drafted))
+        if self._synthetic is not None:
+            guesses = self._synthetic.counted(guesses, verified)
         acceptance.count(*guesses)
+        self._of_all.count(*guesses)
         if drafts:
             self._drafter.drafted(seq, drafts)
         seq.speculates = self._pays(seq) and self._drafter.has_drafts(seq)
@@ -68,7 +83,7 @@ class Speculator:
     def _pays(self, seq: Sequence) -> bool:
         """Return whether a draft of `seq` is expected to pay; it may have none."""
         acceptance = self._acceptance.get(seq)
-        share = PRIOR if acceptance is None else acceptance.share
+        share = self._of_all.share if acceptance is None else acceptance.share
         return not self._adaptive or share >= self._least
 
     def drafts(
@@ -81,23 +96,18 @@ class Speculator:
         """
         if not num_decodes:
             return
-        # With a draft for each sequence, tokens rise by the share of right guesses.
-        costs = self._costs.expected(num_decodes, max(1, num_decodes), self._draft_steps)
-        self._least = float(costs[-1]) - 1
+        costs_N = self._costs.expected(num_decodes, num_decodes * self._most, self._passes)
+        self._least = least_share(costs_N[num_decodes - 1 :: num_decodes])
         most = min(self._most, budget)
         found = [(seq, drafts) for seq in seqs if (drafts := self._drafter.propose(seq, most))]
         if not found:
+            self._costs.relax()
             return
         available_S = np.array([len(drafts) for _, drafts in found])
         if self._adaptive:
-            depths = choose_depths(
-                np.array([self._acceptance[seq].share for seq, _ in found]),
-                available_S,
-                num_decodes,
-                self._costs.expected(
-                    num_decodes, min(budget, int(available_S.sum())), self._draft_steps
-                ),
-            )
+            acceptance_S = np.array([self._acceptance[seq].share for seq, _ in found])
+            depths = choose_depths(acceptance_S, available_S, num_decodes, costs_N[:budget])
+            self._choose_passes(acceptance_S, num_decodes, budget)
             if not depths.any():
                 self._costs.relax()
         else:
@@ -107,10 +117,18 @@ class Speculator:
             if depth:
                 yield seq, drafts[:depth]
 
-    @property
-    def _draft_steps(self) -> int:
-        """Tokens that a draft model drafts behind a step with drafts; 0: there is none."""
-        return self._most if self.uses_model else 0
+    def _choose_passes(self, acceptance_S: np.ndarray, num_decodes: int, budget: int) -> None:
+        """Choose anew, now and then, how many tokens a draft model drafts behind each step with drafts."""
+        self._num_choices += 1
+        if not self.uses_model or self._num_choices % CHOOSE_EVERY != 1:
+            return
+        num_drafts = min(budget, len(acceptance_S) * self._most)
+        self._passes = choose_passes(
+            acceptance_S,
+            self._most,
+            num_decodes,
+            lambda count: self._costs.expected(num_decodes, num_drafts, count),
+        )
 
     def draft_steps(self, seqs: Iterable[Sequence], step: int) -> int:
         """Return how many tokens a draft model is to draft of each of these sequences behind step number `step`.
@@ -119,7 +137,7 @@ class Speculator:
         comes: ranks probe in the same steps.
         """
         if any(map(self._pays, seqs)):
-            return self._most
+            return self._passes
         return int(step % PROBE_EVERY == 0)
 
     def observe(self, size: StepSize, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """The time of a step by its rows, measured at the start and from steps in service. Pure arithmetic: no clock."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +51,8 @@ class StepSize(NamedTuple):
         return cls(max(plan.num_tokens_across_dp), verifies, plan.draft_rows, plan.draft_steps)
 
 
+_CURVES = ("decode", "verify", "first", "one_draft", "drafts")
+
 Curve = tuple[tuple[int, float], ...]
 """Seconds by rows, ascending in rows; none: such forwards were not measured, and take no time."""
 
@@ -61,7 +63,7 @@ class StepSeconds:
 
     decode, verify     the model's forward, with one row a sequence and with drafts; without `verify`, as `decode`
     first              a draft model's pass over all rows
-    one_draft, drafts  its further passes, which draft one token of each sequence, or the most
+    one_draft, drafts  its further passes, which draft one token of each sequence, or `most` tokens
     """
 
     decode: Curve = ()
@@ -69,37 +71,35 @@ class StepSeconds:
     first: Curve = ()
     one_draft: Curve = ()
     drafts: Curve = ()
+    most: int = 1
 
     def __str__(self) -> str:
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
         return "; ".join(
             f"{name} " + ", ".join(f"{rows}: {1e3 * seconds:.2f}" for rows, seconds in curve)
-            for name, curve in found.items()
-            if curve
+            for name in _CURVES
+            if (curve := getattr(self, name))
         )
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> "StepSeconds":
         """Return the times of `asdict`, as JSON carries them."""
-        return cls(
-            **{
-                name: tuple((rows, seconds) for rows, seconds in curve)
-                for name, curve in fields.items()
-            }
-        )
+        curves = {
+            name: tuple((rows, seconds) for rows, seconds in fields[name]) for name in _CURVES
+        }
+        return cls(**curves, most=fields["most"])
 
     @classmethod
     def slowest(cls, ranks: Iterable["StepSeconds"]) -> "StepSeconds":
         """Return the longest time of any rank; all have measured the same rows."""
-        curves = zip(*(asdict(one).values() for one in ranks), strict=True)
-        return cls(
-            *(
-                tuple(
-                    (of[0][0], max(seconds for _, seconds in of)) for of in zip(*one, strict=True)
-                )
-                for one in curves
+        found = list(ranks)
+        curves = {
+            name: tuple(
+                (points[0][0], max(seconds for _, seconds in points))
+                for points in zip(*(getattr(one, name) for one in found), strict=True)
             )
-        )
+            for name in _CURVES
+        }
+        return cls(**curves, most=found[0].most)
 
     def of(
         self, rows: np.ndarray | int, verifies: bool, seqs: int = 0, drafts: int = 0
@@ -109,7 +109,9 @@ class StepSeconds:
         if seqs:
             parts.append(_interpolate(self.first, rows))
         if drafts:
-            parts.append(_interpolate(self.one_draft if drafts == 1 else self.drafts, seqs))
+            one, most = _interpolate(self.one_draft, seqs), _interpolate(self.drafts, seqs)
+            share = (drafts - 1) / (self.most - 1) if self.most > 1 else 0.0
+            parts.append(one + share * (most - one))
         seconds: np.ndarray = np.sum(np.broadcast_arrays(*parts), axis=0)
         return seconds
 

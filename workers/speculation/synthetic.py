@@ -10,6 +10,7 @@ import numpy as np
 
 from workers.config import SpeculationConfig
 from workers.sampling.token_sampling import uniforms
+from workers.speculation.drafter import Guesses
 from workers.step.scheduled_batch import NO_DRAFT, ScheduledBatch
 from workers.step.sequence import Sequence
 from workers.step.step_output import count_draws
@@ -30,6 +31,26 @@ class SyntheticAcceptance:
         drawn_L = uniforms(keys_B[batch.logits_seqs], known_B[batch.logits_seqs] + place_L)
         chance_L = self._lengths[np.minimum(place_L, len(self._lengths) - 1)]
         return count_draws(batch, (batch.draft_token_ids == NO_DRAFT) | (drawn_L >= chance_L))
+
+
+class SyntheticGuesses:
+    """Guesses that were not verified, as right as verified ones are: compared with tokens, all would be wrong."""
+
+    def __init__(self, lengths: Values[float]):
+        self._first, self._chance = lengths[0], np.random.default_rng(0)
+
+    def counted(self, guesses: Guesses, verified: tuple[int, int]) -> Guesses:
+        """Return what counts: of verified drafts those that were accepted; else one guess, if there was any.
+
+        verified   accepted drafts, of so many that the step verified
+        """
+        accepted, drafted = verified
+        if drafted:
+            return Guesses(accepted, int(accepted < drafted))
+        if not any(guesses):
+            return guesses
+        right = int(self._chance.random() < self._first)
+        return Guesses(right, 1 - right)
 
 
 def _key(seq: Sequence) -> int:

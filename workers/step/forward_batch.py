@@ -20,7 +20,8 @@ class ForwardBatch(AttentionBatch):
     A new field is declared here once, with its shape, and filled in ForwardBatchBuilder.build.
 
     num_token_non_padded   num_tokens as the model reads it: an int, or int64 [1] on the device for a CUDA graph
-    input_ids              int64 [T]; padding rows hold token 0; -1 - row is the token drawn last in that table row
+    input_ids              int64 [T]; padding rows hold token 0; -1 - row is the token drawn last in that table row, see
+                           InputBatch
     positions              int64 [T]; padding rows hold 0
     logits_indices         int64 [L]: rows with logits, from each of which a token is drawn
     sampling_rows          int64 [L]: row in the InputBatch of the sequence of each of them, here and on the host
@@ -49,7 +50,7 @@ class ForwardBatch(AttentionBatch):
         return len(self.input_ids)
 
     def resolved(self, last_tokens: torch.Tensor | None) -> Self:
-        """Return the batch with tokens in place of all references to `last_tokens`, int64 [table rows]."""
+        """Return the batch with tokens in place of all references to `last_tokens`, int64 [at least table rows]."""
         if last_tokens is None:
             return self
         return replace(self, input_ids=resolve_pending(self.input_ids, last_tokens))
@@ -63,6 +64,6 @@ class ForwardBatch(AttentionBatch):
 
 
 def resolve_pending(input_ids: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
-    """Return input_ids with the tokens that only the device has: last_tokens int64 [table rows]."""
+    """Return input_ids with the tokens that only the device has: last_tokens int64 [at least table rows]."""
     row_T = (-1 - input_ids).clamp_(min=0)
     return torch.where(input_ids < 0, last_tokens.index_select(0, row_T), input_ids)

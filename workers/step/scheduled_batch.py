@@ -29,7 +29,8 @@ class ScheduledBatch:
     num_logits       int64 [B], rows with logits of each sequence
     logits_seqs      int64 [L], index of the sequence of each row with logits
     logits_behind    int64 [L], how many rows the sequence has behind this row
-    draft_token_ids  int64 [L], the draft that each draw verifies, or NO_DRAFT; None: no sequence has several draws
+    draft_token_ids  int64 [L], the draft that each draw verifies, or its reference as in Drafts, or NO_DRAFT; None: no
+                     sequence has several draws
     pooled_seqs      indices of the sequences that give hidden states for their vectors, or end with them
     admitted         sequences that moved into their rows since the last launched step
     decodes_next     a sequence with a new token may go on, and so decodes in the next step

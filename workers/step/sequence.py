@@ -36,7 +36,8 @@ class ScheduledSequence:
     num_logits       how many of these rows, the last ones, give logits, from each of which a token is drawn
     hidden_rows      which of these rows, from 0, give hidden states for the vector of the sequence
     ends_vector      the vector is complete after this part
-    draft_token_ids  all tokens but the first of a VERIFY part; the draw of the row before a draft verifies the draft
+    draft_token_ids  all tokens but the first of a VERIFY part, or their references as in Drafts; the draw of the row
+                     before a draft verifies the draft
     """
 
     seq: "Sequence"
@@ -70,7 +71,7 @@ class Sequence:
     grammar            grammar of the output and its state; None = any output
     num_prefill_tokens tokens that it had when it moved into its row: it is a prompt until they are computed
     decode_part        its part in each step in which it decodes; None while it has no row
-    draft_token_ids    guesses for its next tokens, for the next step to verify
+    draft_token_ids    guesses for its next tokens, for the next step to verify, or their references as in Drafts
     num_pending        tokens that launched steps draw, at most, and that the host does not have yet
     needs_last_token   its logits processors or its grammar read the last token on the host
     speculates         a drafter reads the last token on the host before the next step
@@ -155,7 +156,8 @@ class InputBatch:
     token_ids int32 [rows, max_model_len]; num_computed_tokens int64 [rows]. The groups of the KV cache keep what they
     have of each sequence by its row too.
 
-    In place of a pending token, token_ids holds -1 - row: a forward finds the token on the device by that number.
+    In place of a pending token, token_ids holds -1 - row: a forward finds the token on the device by that number. In
+    place of draft k of K of a row, it may hold -1 - rows - (row * K + k).
     """
 
     def __init__(self, num_rows: int, max_model_len: int):
@@ -191,7 +193,7 @@ class InputBatch:
         seq.token_ids.append(token_id)
 
     def propose(self, seq: Sequence, draft_token_ids: Iterable[int]) -> None:
-        """Let the next step verify drafts, as many as `seq` may have tokens before its last.
+        """Let the next step verify drafts or references, as many as `seq` may have tokens before its last.
 
         seq.takes_drafts must hold. Drafts end before the first that the grammar of `seq` forbids.
         """

@@ -5,27 +5,25 @@ B sequences.
 
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Self
 
 import numpy as np
 
+from workers.step.drafts import Drafts
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.wire.request import RequestOutput, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class RunTimes:
-    """Seconds of one step by part: `prepare` on the host; the others on a GPU, if any; `draft` of a draft model."""
+    """Seconds of one step by part: `prepare` on the host; the others on a GPU, if any.
+
+    draft   of a draft model's passes behind the step before, because those of this step may not have ended
+    """
 
     prepare: float = 0.0
     forward: float = 0.0
     sample: float = 0.0
     draft: float = 0.0
-
-    @classmethod
-    def of(cls, prepare: float, forward: float, sample: float, draft: float, rest: float) -> Self:
-        """Return the times of a step; `rest` is the time behind the drafts, for logprobs and vectors of prompts."""
-        return cls(prepare, forward, sample + rest, draft)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +36,7 @@ class StepOutput:
     logprobs         one for each of token_ids, None for a request without logprobs; None if no request wants them
     prompt_logprobs  by request id, for prompts that this step completed; None if there are none
     vectors          float32 [n] for each of the B sequences, None where no vector is complete; None if all are None
-    drafts           by index of a sequence with new tokens, tokens that may follow them; None: no draft model
+    drafts           by index of a sequence with new tokens, drafts that follow them; None: no draft model
     expert_counts    rows that came to each slot of the rank in each layer so far, int64 [L, s]; None in steps that
                      do not read them
     """
@@ -49,7 +47,7 @@ class StepOutput:
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] | None = None
     vectors: list[np.ndarray | None] | None = None
     times: RunTimes = RunTimes()
-    drafts: dict[int, tuple[int, ...]] | None = None
+    drafts: dict[int, Drafts] | None = None
     expert_counts: np.ndarray | None = None
 
     @classmethod
@@ -62,7 +60,7 @@ class StepOutput:
         prompt_logprobs: dict[str, list[TokenLogprobs | None]] | None = None,
         vectors: list[np.ndarray | None] | None = None,
         times: RunTimes = RunTimes(),
-        drafts: dict[int, tuple[int, ...]] | None = None,
+        drafts: dict[int, Drafts] | None = None,
         expert_counts: np.ndarray | None = None,
         counts_B: np.ndarray | None = None,
     ) -> "StepOutput":

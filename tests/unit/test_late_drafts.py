@@ -1,0 +1,152 @@
+"""Steps that are launched before the host has read their drafts: tokens are those of steps without drafts."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.engine_harness import make_request
+from tests.unit.test_draft_engine import checkpoints, folder, run
+from tests.unit.test_draft_graphs import DEPTH, SMALL, Captured
+from workers.runner.draft_passes import Drafted, DraftPasses
+from workers.runner.draft_rows import DraftRows
+from workers.runner.draft_store import DraftStore, StepDrafts
+from workers.speculation.model_drafter import ModelDrafter
+from workers.step.drafts import Drafts
+from workers.step.forward_batch import ForwardBatch
+from workers.step.grammar import Grammar
+from workers.step.scheduled_batch import NO_DRAFT, ScheduledBatch
+from workers.step.sequence import InputBatch, Sequence
+
+__all__ = ["checkpoints", "folder"]  # fixtures
+
+ASYNCHRONOUS = {"scheduler": {**SMALL["scheduler"], "async_scheduling": True}}
+
+
+class Late:
+    """Drafts that are right now and then, and that may not be read before the forward behind them is launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[int]]):
+        self.answers, self.num_late, self.early = answers, 0, 0
+        self._unread: StepDrafts | None = None
+        run_passes, put = DraftPasses.run, DraftStore.put
+        settle, resolve, read = DraftStore.settle, DraftStore.resolve, StepDrafts.read
+
+        def run_right(passes: DraftPasses, scheduled: ScheduledBatch, *rest: Any) -> Drafted:
+            found = run_passes(passes, scheduled, *rest)
+            _, _, _, token_L, counts_B = rest
+            self._correct(scheduled, found, token_L.numpy(), counts_B)
+            return found
+
+        def put_unread(store: DraftStore, *arguments: Any) -> StepDrafts:
+            self._unread = put(store, *arguments)
+            return self._unread
+
+        def settle_now(store: DraftStore) -> None:
+            self._unread = None
+            settle(store)
+
+        def count_late(
+            store: DraftStore, scheduled: ScheduledBatch, batch: ForwardBatch
+        ) -> ScheduledBatch:
+            ids_L = scheduled.draft_token_ids
+            if ids_L is not None:
+                self.num_late += int(((ids_L < 0) & (ids_L != NO_DRAFT)).sum())
+            return resolve(store, scheduled, batch)
+
+        def read_later(step: StepDrafts, index: int, count: int) -> tuple[int, ...]:
+            self.early += step is self._unread
+            return read(step, index, count)
+
+        monkeypatch.setattr(DraftPasses, "run", run_right)
+        monkeypatch.setattr(DraftStore, "put", put_unread)
+        monkeypatch.setattr(DraftStore, "settle", settle_now)
+        monkeypatch.setattr(DraftStore, "resolve", count_late)
+        monkeypatch.setattr(StepDrafts, "read", read_later)
+
+    def _correct(
+        self,
+        scheduled: ScheduledBatch,
+        found: Drafted,
+        drawn_L: np.ndarray,
+        counts_B: np.ndarray | None,
+    ) -> None:
+        last = found.rows.last(found.rows.counts(scheduled, drawn_L, counts_B))
+        for row, seq, position in zip(found.drafts_SK, last.seqs, last.positions, strict=True):
+            request = scheduled.seqs[seq].request
+            place = int(position) + 2 - len(request.prompt_token_ids)
+            answer = self.answers.get(request.request_id, [])  # none of the warm-up
+            right = answer[place : place + place % (DEPTH + 1)]
+            count = min(len(right), int((row >= 0).sum()))
+            row[:count] = torch.tensor(right[:count])
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+@pytest.mark.parametrize(
+    ("captured", "params"),
+    [
+        (False, {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}),
+        (True, {}),
+        (True, {"logprobs": 2, "repetition_penalty": 1.2}),
+    ],
+)
+def test_drafts_are_read_behind_the_launch_that_verifies_them(
+    checkpoints: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    captured: bool,
+    params: dict[str, Any],
+) -> None:
+    sections = checkpoints[method]
+    plain, _ = run({"model": sections["model"]}, params, **ASYNCHRONOUS)
+    late = Late(monkeypatch, plain)
+    speculation = sections["speculation"] | {"num_draft_tokens": DEPTH, "adaptive": False}
+    graphs = Captured("all", monkeypatch) if captured else None
+    prepare = (lambda epoch: None) if graphs is None else graphs
+    found, counts = run(sections, params, prepare, speculation=speculation, **ASYNCHRONOUS)
+    assert found == plain
+    assert counts["accepted"] > 15 and late.num_late == counts["drafted"] and not late.early
+    assert graphs is None or sum(graphs.replays.values()) > 12
+
+
+def test_a_grammar_reads_its_drafts_before_the_launch() -> None:
+    """Drafts that the grammar forbids are not verified, so the host needs their tokens."""
+    drafter, seq = ModelDrafter(), Sequence.from_request(make_request("a", [1]))
+    drafter.drafted(seq, Drafts((-9, -10, -11), lambda: (3, 4, 5)))
+    assert drafter.propose(seq, 2) == (-9, -10)
+    seq.grammar = Grammar(matcher=None)
+    assert drafter.propose(seq, 2) == (3, 4)
+
+
+def test_a_sequence_that_a_step_leaves_out_keeps_its_drafts() -> None:
+    """Drafts are found by row, of the last step in which the sequence had new tokens."""
+    last_tokens, table = torch.zeros(4 * (1 + 2), dtype=torch.int64), InputBatch(4, 9)
+    store = DraftStore(table, 2, last_tokens)
+
+    def put(own: list[int], drafts: list[list[int]], ends: list[int]) -> dict[int, Any]:
+        count, nothing = len(own), np.zeros(len(own), dtype=np.int64)
+        place = np.arange(count), nothing + 1, np.arange(count), nothing, nothing
+        rows = DraftRows(*place, np.array(own), np.array(ends))
+        store.settle()
+        return store.drafts_of(store.put(rows, torch.tensor(drafts), None), rows, nothing + 1)
+
+    first = put([2, 0], [[5, 6], [7, -1]], [9, 1])
+    second = put([1], [[8]], [9])
+    assert [drafts.read() for drafts in first.values()] == [(5, 6), (7,)]
+    references = [*first[0].references, *first[1].references, *second[0].references]
+    assert references == [-1 - 4 - 4, -1 - 4 - 5, -1 - 4, -1 - 4 - 2]
+    assert last_tokens[[-1 - it for it in references]].tolist() == [5, 6, 7, 8]
+    store.settle()
+    ids = np.array([references[1], NO_DRAFT, 3, references[3], references[0]])
+    batch: Any = SimpleNamespace(
+        sampling_rows_cpu=np.array([2, 2, 3, 1, 2]),
+        sampling_positions_cpu=np.array([5, 6, 1, 7, 4]),
+    )
+    scheduled = replace(ScheduledBatch.of([]), draft_token_ids=ids)
+    found = store.resolve(scheduled, batch).draft_token_ids
+    assert found is not None and found.tolist() == [6, NO_DRAFT, 3, 8, 5]
+    assert table.token_ids[2].tolist() == [0, 0, 0, 0, 5, 6, 0, 0, 0]
+    assert table.token_ids[1, 7] == 8 and not table.token_ids[3].any()
