@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.config import KernelsConfig
@@ -13,16 +13,9 @@ from kernels.interface.experts_config import ExpertsConfig
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from workers import hub
 from workers.log import LogFormat, LogLevel
+from workers.lora_config import LoadedAdapter, LoraConfig
 from workers.parallel import ParallelDims
-
-Auto = Literal["auto"]
-PositiveInt = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    """A frozen section of the YAML that refuses unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from workers.section import Auto, PositiveInt, Section
 
 
 class RoutingConfig(Section):
@@ -321,7 +314,10 @@ class SpeculationConfig(Section):
         return 1 + self.most_drafts
 
 
-_OF_EPOCH = ("num_ranks", "num_nodes", "threads", "vote_timeout_s", "log_level", "log_format")
+_OF_EPOCH = (
+    *("num_ranks", "num_nodes", "threads", "vote_timeout_s", "log_level", "log_format"),
+    "adapters",
+)
 _OF_EPOCH_IN_SECTIONS = (("kernels", "all2all"), ("model", "routing"))
 
 
@@ -335,6 +331,8 @@ class RankConfig(Section):
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     experts: ExpertsConfig = Field(default_factory=ExpertsConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    adapters: tuple[LoadedAdapter, ...] = ()
     num_ranks: int = Field(ge=1)
     num_nodes: int = Field(1, ge=1)
     network: str | None = Field(

@@ -20,6 +20,8 @@ DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
 MODULES, MODULE_CONFIGS = "modules.json", "[0-9]*_*/config.json"
 SUBFOLDERS = "*/*"  # hold other formats and adapters; in the patterns of the Hub, * matches a / too
 
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -72,6 +74,19 @@ def fetch_description(name: str, revision: str | None) -> str:
                 _fetch(name, found.name, (MODULE_CONFIGS,))
         commit = _commits[name, revision] = found.name
     return commit
+
+
+def fetch_adapter(path: str, revision: str | None) -> None:
+    """Fetch the files of a LoRA adapter. Without a commit `path` is a folder: do nothing. Raises HubError."""
+    if revision is not None and not (snapshot_folder(path, revision) / ADAPTER[-1]).exists():
+        with _no_bars():
+            _fetch(path, revision, ADAPTER)
+
+
+def find_adapter(name: str) -> str:
+    """Fetch the adapter `name`, and return the commit of its main branch. Raises HubError."""
+    with _no_bars():
+        return _fetch(name, None, ADAPTER).name
 
 
 def fetch_weights(path: str, commit: str | None, *, bars: bool = False) -> None:

@@ -27,7 +27,8 @@ from cluster.api.request.uploads import Uploads
 from cluster.api.responses.factory import ResponseFactory
 from cluster.api.responses.routes import add_responses_routes
 from cluster.api.responses.store import make_store
-from cluster.api.routes.admin import add_admin_routes
+from cluster.api.routes.adapters import add_adapter_routes
+from cluster.api.routes.admin import OperatorBodies, add_admin_routes
 from cluster.api.routes.generation import GenerationEndpoint, Prepared, with_writer
 from cluster.api.routes.metrics_routes import add_metrics_routes
 from cluster.api.routes.models import add_model_routes
@@ -91,7 +92,9 @@ def create_app(
     add_utility_routes(app, backend_provider, settings, gate)
     add_metrics_routes(app, backend_provider, settings, metrics)
     add_page_routes(app)
-    add_admin_routes(app, backend_provider, uploads, settings)
+    bodies = OperatorBodies(uploads, settings)
+    add_admin_routes(app, backend_provider, bodies)
+    add_adapter_routes(app, backend_provider, bodies)
     complete_openapi(app, with_keys=bool(settings.keys.clients))
     return app
 

@@ -1,6 +1,6 @@
 """The interface of the engine for the HTTP layer. Knows nothing of its implementations."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 from cluster.metrics.snapshot import Snapshot
@@ -31,6 +31,11 @@ class EngineBackend(Protocol):
         """Ranks of all groups."""
         ...
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Folder or Hub name of each LoRA adapter that takes requests, by the name that requests have as `model`."""
+        ...
+
     def generate(
         self,
         request_id: str,
@@ -42,11 +47,13 @@ class EngineBackend(Protocol):
         rank: int | None = None,
         whole: bool = False,
         pooling: PoolingParams | None = None,
+        adapter: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield one output per step with new tokens; the last output has a finish_reason.
 
         rank pins the request to that rank; priority and cache_salt as in `EngineRequest`; with `whole` the generator
-        yields one output, of all steps. With `pooling` the request draws no token, and its one output has a vector.
+        yields one output, of all steps; adapter is the name of one of `adapters`, or "". With `pooling` the request
+        draws no token, and its one output has a vector.
 
         Closing the generator early (aclose or cancellation) aborts the request in its rank.
         """
@@ -89,4 +96,12 @@ class EngineBackend(Protocol):
 
     async def restart(self, settings: list[str], group: str | None = None) -> None:
         """Replace the processes of all ranks, or of one group, with these settings. Returns and raises as `scale`."""
+        ...
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter. Returns when requests may name it; raises BadRequestError if it cannot be loaded."""
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter; open ones end. Raises NotFoundError."""
         ...

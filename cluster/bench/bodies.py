@@ -23,7 +23,7 @@ class Target:
 def request_body(load: Load, target: Target, request: PlannedRequest) -> bytes:
     """Return the JSON of a streamed request; `extra_body` overrides all fields except the benchmark's own."""
     body: dict[str, Any] = {
-        "model": target.model,
+        "model": request.model or target.model,
         "temperature": load.temperature,
         "stream": True,
         **_prompt_fields(load.endpoint, request),

@@ -29,7 +29,8 @@ class Load:
     Closed loop: `concurrency` requests always in flight. With `request_rate` (requests/s, infinite =
     all at once) open loop: requests arrive on a schedule, and `concurrency`, if any, caps how many
     are in flight. `prompts_file` replaces the random prompts; `output_len` is then the default for
-    lines without max_tokens.
+    lines without max_tokens. `models` are names that the requests of a round have in turn, in place
+    of the server's own.
     """
 
     endpoint: Literal["chat", "completions", "responses", "messages"]
@@ -53,6 +54,7 @@ class Load:
     sampling_seed: int | None = None
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     goodput: Mapping[str, float] = field(default_factory=dict)
+    models: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for option, value in (("--input-len", self.input_len), ("--output-len", self.output_len)):

@@ -5,7 +5,7 @@ Pure: (seed, round, number of the request) decide, so that all servers get equal
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.bench.lengths import Lengths
 from cluster.bench.prompts import Prompt, TextLength, prompt_source, random_ids, random_text
@@ -15,10 +15,11 @@ from cluster.bench.settings import Load
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """One request: a prompt or a chat, and the length of the answer."""
+    """One request: a prompt or a chat, and the length of the answer; `model` None: the server's own."""
 
     prompt: Prompt | Messages
     max_tokens: int
+    model: str | None = None
 
 
 def plan_requests(
@@ -30,7 +31,16 @@ def plan_requests(
 ) -> list[PlannedRequest]:
     """Return the requests of a round. `text_length` None: random prompts are token ids."""
     if records:
-        return _from_file(load, records, round_index, num_requests)
+        planned = _from_file(load, records, round_index, num_requests)
+    else:
+        planned = _random(load, text_length, round_index, num_requests)
+    models = load.models or (None,)
+    return [replace(it, model=models[i % len(models)]) for i, it in enumerate(planned)]
+
+
+def _random(
+    load: Load, text_length: TextLength | None, round_index: int, num_requests: int
+) -> list[PlannedRequest]:
     groups = _groups(load, round_index, num_requests)
     input_lens, output_lens = Lengths.parse(load.input_len), Lengths.parse(load.output_len)
     prefixes = _prefixes(load, text_length, round_index)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from cluster.client.adapters import ListedAdapters
 from cluster.client.expert_reports import settled
 from cluster.client.group_client import POISON, GroupClient
 from cluster.client.open_request import OpenRequest
@@ -24,8 +25,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.errors import EngineDeadError, PoisonRequestError
 from cluster.metrics.snapshot import Snapshot
 from cluster.supervisor import actor
-from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus
-from cluster.supervisor.supervisor import Renewal
+from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus, Renewal
 from kernels.host.owned import OwnedTask
 from workers.specs.expert_layout import ExpertLayout
 from workers.wire.request import PoolingParams, RequestOutput, SamplingParams, expected_output
@@ -56,6 +56,7 @@ class EngineClient(OperatorCalls):
         self._groups: list[GroupClient] = []
         self._router = Router([config.cluster.ranks])
         self._refusals = Refusals()
+        self._adapters = ListedAdapters()
         self._layouts: dict[int, tuple[int, int]] = {}  # by group, as the router has it
         self._tasks: list[OwnedTask] = []
         self._stopping = False
@@ -93,6 +94,9 @@ class EngineClient(OperatorCalls):
             self._own(group.keep_open(), f"group-{group.index}")
         self._follow(healths)
         self._own(self._follow_healths(), "follow-healths", may_end=True)
+        if self._config.lora.max_loras:
+            self._adapters.follow(await self._supervisor.changed_adapters.remote(None))
+            self._own(self._follow_adapters(), "follow-adapters", may_end=True)
         await self._opened()
         self._failure = None
         self._own(self._renew_leases(), "renew-leases")
@@ -123,6 +127,7 @@ class EngineClient(OperatorCalls):
         rank: int | None = None,
         whole: bool = False,
         pooling: PoolingParams | None = None,
+        adapter: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """The tokens of one request as they come; with `whole` at once, when all have come.
 
@@ -132,35 +137,37 @@ class EngineClient(OperatorCalls):
         """
         self._refusals.check(prompt_token_ids, params)
         pinned = None if rank is None else self._router.place(rank)
-        groups = self._available(pinned) or await self._wait_available(pinned)
-        request = OpenRequest(
-            request_id,
-            prompt_token_ids,
-            params,
-            priority,
-            cache_salt,
-            pinned=pinned,
-            whole=whole,
-            pooling=pooling,
-            num_tokens=len(prompt_token_ids) + expected_output(params),
-        )
-        request.route(self._router, groups)
-        group = self._groups[request.place[0]]
-        try:
-            group.submit(request)
-            finished = False
-            while not finished:
-                output = await request.get()
-                if output.error == POISON:
-                    raise PoisonRequestError
-                if output.finish_reason == "abort":
-                    raise EngineDeadError(output.error or "the request was aborted")
-                finished = output.finish_reason is not None
-                yield output
-        finally:
-            group.leave(request)
-            if group.health.state == "draining":
-                self._release_drained()
+        with self._adapters.open(adapter) as adapter_id:
+            groups = self._available(pinned) or await self._wait_available(pinned)
+            request = OpenRequest(
+                request_id,
+                prompt_token_ids,
+                params,
+                priority,
+                cache_salt,
+                pinned=pinned,
+                whole=whole,
+                pooling=pooling,
+                adapter=adapter_id,
+                num_tokens=len(prompt_token_ids) + expected_output(params),
+            )
+            request.route(self._router, groups)
+            group = self._groups[request.place[0]]
+            try:
+                group.submit(request)
+                finished = False
+                while not finished:
+                    output = await request.get()
+                    if output.error == POISON:
+                        raise PoisonRequestError
+                    if output.finish_reason == "abort":
+                        raise EngineDeadError(output.error or "the request was aborted")
+                    finished = output.finish_reason is not None
+                    yield output
+            finally:
+                group.leave(request)
+                if group.health.state == "draining":
+                    self._release_drained()
 
     def health(self) -> tuple[bool, str]:
         """(whether requests are taken, the reason if not)."""
@@ -192,6 +199,11 @@ class EngineClient(OperatorCalls):
             for ages in (group.token_ages(),)
             for load in self._router.reachable(group.index)
         }
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folder or Hub name of each LoRA adapter that takes requests, by name."""
+        return self._adapters.folders()
 
     async def groups(self) -> list[dict[str, Any]]:
         """The state of each group, see `GroupStatus.to_json`."""
@@ -321,6 +333,7 @@ class EngineClient(OperatorCalls):
                 self._refusals.add(digest)
             for lease_id in leases.keys() - renewal.expired:
                 leases[lease_id].check_silence()
+            self._report_adapters()
             for lease_id in renewal.expired:
                 if leases[lease_id].lease_id == lease_id and leases[lease_id].reachable:
                     logger.warning("a lease of this ingress has expired; its streams are reopened")
@@ -336,6 +349,23 @@ class EngineClient(OperatorCalls):
                 reason = f"the supervisor is gone: {type(error).__name__}"
                 healths = [GroupHealth("failed", health.epoch, reason) for health in healths]
             self._follow(healths)
+
+    async def _follow_adapters(self) -> None:
+        """Take over the adapters that the supervisor lists, as long as there is one."""
+        while not all(group.health.ended for group in self._groups):
+            try:
+                listed = await self._supervisor.changed_adapters.remote(self._adapters.listed)
+            except RayError as error:
+                logger.debug("no adapters: %s", error)  # _follow_healths reports the failure
+                await asyncio.sleep(HEARTBEAT_S)
+                continue
+            self._adapters.follow(listed)
+            self._report_adapters()
+
+    def _report_adapters(self) -> None:
+        """Let the supervisor drop adapters that were unloaded and have no requests."""
+        if self._config.lora.max_loras:
+            self._supervisor.report_adapters.remote(self._ingress_id, self._adapters.used())
 
     def _follow(self, healths: Sequence[GroupHealth]) -> None:
         for group, health in zip(self._groups, healths, strict=True):

@@ -19,8 +19,7 @@ from cluster.client.refusals import Refusals
 from cluster.client.router import Router
 from cluster.client.suspects import Suspects, turn
 from cluster.errors import SHUTDOWN_REASON, PoisonRequestError
-from cluster.supervisor.status import GroupHealth, GroupMembers
-from cluster.supervisor.supervisor import Registration
+from cluster.supervisor.status import GroupHealth, GroupMembers, Registration
 from kernels.host.owned import Failed
 from workers.rank.actor import node_address
 from workers.specs.expert_layout import ExpertReport

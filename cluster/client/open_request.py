@@ -23,6 +23,7 @@ class OpenRequest:
     """One request of a client.
 
     pinned   the rank that the client chose, if it did
+    adapter  id of its LoRA adapter; 0 for none
     whole    `get` waits for the last output, because a wait for each output takes most of the time of an output
     load     counts the request at the rank that has it
     prefill_tokens  prompt tokens that count there until the first token
@@ -47,6 +48,7 @@ class OpenRequest:
     num_tokens: int
     whole: bool = False
     pooling: PoolingParams | None = None
+    adapter: int = 0
     load: RankLoad = field(default_factory=lambda: RankLoad((0, 0)))
     prefill_tokens: int = 0
     attempt: int = 0
@@ -90,6 +92,7 @@ class OpenRequest:
             pooling=self.pooling,
             priority=self.priority,
             cache_salt=self.cache_salt,
+            adapter=self.adapter,
             emitted_token_ids=self.emitted[:],
             on_trial=self.on_trial,
         )
@@ -119,7 +122,7 @@ class OpenRequest:
         pick = router.pick(
             self.prompt_token_ids,
             self.num_tokens - len(self.prompt_token_ids),
-            cache_salt=self.cache_salt,
+            cache_salt=f"{self.adapter}:{self.cache_salt}" if self.adapter else self.cache_salt,
             pinned=self.pinned,
             groups=groups,
         )

@@ -1,12 +1,14 @@
-"""The calls of operators to the supervisor, by an ingress: drain, scale, restart. Knows nothing of requests."""
+"""The calls of operators to the supervisor, by an ingress: groups and adapters. Knows nothing of requests."""
 
 from collections.abc import Awaitable
 from typing import Any
 
 from ray.exceptions import RayError
 
+from cluster.client.adapters import ListedAdapters
 from cluster.config.phalanx_config import PhalanxConfig
-from cluster.errors import BadRequestError, EngineDeadError
+from cluster.errors import BadRequestError, EngineDeadError, NotFoundError
+from cluster.supervisor.adapters import UnknownAdapterError
 from cluster.supervisor.failures import failure_message
 
 
@@ -17,6 +19,9 @@ class OperatorCalls:
     _config: PhalanxConfig
     _ingress_id: str
     _stopping: bool
+    _adapters: ListedAdapters
+
+    def _report_adapters(self) -> None: ...
 
     async def drain(self, timeout_s: float | None, group: str | None = None) -> None:
         """Drain a group, or all ingresses without one; returns at once."""
@@ -31,9 +36,22 @@ class OperatorCalls:
         """Replace the processes of a group's ranks, with these settings changed; of all groups without a name."""
         await self._change(self._supervisor.restart.remote(settings, group))
 
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter into all ranks; returns when requests may name it."""
+        await self._change(self._supervisor.load_adapter.remote(name, path))
+        self._adapters.follow(await self._supervisor.changed_adapters.remote(None))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter; open ones end."""
+        await self._change(self._supervisor.unload_adapter.remote(name))
+        self._adapters.follow(await self._supervisor.changed_adapters.remote(None))
+        self._report_adapters()
+
     async def _change(self, call: Awaitable[None]) -> None:
         try:
             await call
+        except UnknownAdapterError as error:
+            raise NotFoundError(failure_message(error), param="lora_name") from error
         except ValueError as error:  # an error of the supervisor too is one of these
             raise BadRequestError(failure_message(error)) from error
         except RayError as error:

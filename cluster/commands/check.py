@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.api.tracing import check_tracing
+from cluster.commands.check_adapters import check_adapters
 from cluster.commands.check_backends import alternatives, probe_or_assume
 from cluster.commands.check_memory import RankRow, rank_rows, too_little_on_gpu
 from cluster.commands.check_room import refuse_too_large
@@ -75,8 +76,8 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
 
     Raises BackendChoiceError when a named backend cannot run, GraphsUnavailableError when CUDA graphs are demanded and
     cannot be, ApiKeyError when the keys cannot be used, ConfigError when traces are wanted and their library is
-    missing, overlap.comm_sms leaves nothing of the GPU, a rank's weights are larger than its GPU, or the ranks are too
-    many for this machine.
+    missing, an adapter cannot be loaded, overlap.comm_sms leaves nothing of the GPU, a rank's weights are larger than
+    its GPU, or the ranks are too many for this machine.
     """
     use_cache_folder(config.kernels.cache)
     check_tracing(config.serve.tracing)
@@ -85,6 +86,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
         num_api_keys = len(load_digests(config.serve.api_keys_file).clients)
     rank_config = resolve_rank_config(config)
     model = configured_model(config.model)
+    check_adapters(rank_config, model)
     unavailable, assumed = probe_or_assume(rank_config.device)
     shape = backend_shape(rank_config, model)
     selection = select.select(config.kernels, unavailable, shape)
@@ -268,7 +270,9 @@ def _rank_table(ranks: list[RankRow]) -> Table:
     for name in ("rank", "node", "device", "experts"):
         table.add_column(name)
     states = any(row.state_bytes for row in ranks)
-    columns = ("weights", "KV blocks", *(("states",) if states else ()), "buffers", "ubatches")
+    adapters = any(row.adapter_bytes for row in ranks)
+    some = [name for name, shown in (("states", states), ("adapters", adapters)) if shown]
+    columns = ("weights", "KV blocks", *some, "buffers", "ubatches")
     for name in (*columns, "graphs"):
         table.add_column(name, justify="right")
     for row in ranks:
@@ -281,6 +285,7 @@ def _rank_table(ranks: list[RankRow]) -> Table:
             size(row.weight_bytes),
             kv,
             *((size(row.state_bytes),) if states else ()),
+            *((size(row.adapter_bytes),) if adapters else ()),
             size(row.buffer_bytes),
             size(row.ubatch_bytes) if row.ubatch_bytes else "none",
             size(row.graph_bytes) if row.graph_bytes else "none",

@@ -11,6 +11,7 @@ from kernels.backends.select import Selection
 from kernels.interface.backend import BackendShape
 from kernels.interface.kv_layout import kv_block_bytes
 from kernels.routing.expert_map import ExpertMap
+from workers.adapters.layout import slots_bytes
 from workers.config import RankConfig
 from workers.models.draft_config import load_draft_config
 from workers.rank.device_memory import size
@@ -28,6 +29,7 @@ class RankRow:
 
     kv_bytes       KV cache; None if the rank measures the size when it starts
     state_bytes    states of linear attention, of running sequences and of prefixes, and inputs of drafts beside them
+    adapter_bytes  slots of LoRA adapters
     buffer_bytes   backends and the largest step
     ubatch_bytes   further all-to-alls and attentions of ubatches, 0 without ubatches
     graph_bytes    memory pool of the CUDA graphs, 0 without graphs; CUDA's own memory for each graph is measured later
@@ -43,12 +45,14 @@ class RankRow:
     ubatch_bytes: int
     graph_bytes: int
     state_bytes: int = 0
+    adapter_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
         """All memory but the KV cache."""
         return (
             self.state_bytes
+            + self.adapter_bytes
             + self.weight_bytes
             + self.buffer_bytes
             + self.ubatch_bytes
@@ -82,13 +86,7 @@ def rank_rows(
     models = [model, *([] if draft is None else [draft.layers])]
     groups += () if draft is None else draft.kv_groups(config.cache)
     block_bytes = kv_block_bytes(groups, config.cache.block_size, value_bytes)
-    state_bytes = 0
-    if selection.linear_attention_class is not None:
-        num_slots = config.cache.num_state_slots(config.scheduler.max_num_seqs)
-        place = shape.linear_specs, shape.dtype
-        state_bytes = num_slots * selection.linear_attention_class.slot_bytes(*place)
-        drafts = selection.linear_attention_class.draft_bytes(*place)
-        state_bytes += (1 + config.scheduler.max_num_seqs) * drafts
+    state_bytes = _state_bytes(config, selection, shape)
     weight_bytes = partial(
         rank_weight_bytes,
         expert_map=expert_map,
@@ -105,6 +103,7 @@ def rank_rows(
             node=dims.node(rank),
             device=f"cuda:{dims.local_rank(rank)}" if config.device == "cuda" else "cpu",
             experts=_expert_range(expert_map.experts_of(rank), config.experts.redundant_slots),
+            adapter_bytes=slots_bytes(model, config, rank),
             weight_bytes=sum(weight_bytes(part, rank=rank) for part in models),
             kv_bytes=None,
             buffer_bytes=held.kept
@@ -133,6 +132,16 @@ def _spare_bytes(
     return weight_bytes(model, rank=rank, experts=experts)
 
 
+def _state_bytes(config: RankConfig, selection: Selection, shape: BackendShape) -> int:
+    """Return the bytes of states of linear attention, of running sequences and of prefixes, with inputs of drafts."""
+    chosen, place = selection.linear_attention_class, (shape.linear_specs, shape.dtype)
+    if chosen is None:
+        return 0
+    num_slots = config.cache.num_state_slots(config.scheduler.max_num_seqs)
+    drafts = (1 + config.scheduler.max_num_seqs) * chosen.draft_bytes(*place)
+    return num_slots * chosen.slot_bytes(*place) + drafts
+
+
 def _expert_range(experts: Sequence[int], spare: int) -> str:
     """Return the experts of a rank before any load is known, and its redundant slots."""
     own = experts[: len(experts) - spare]
@@ -155,10 +164,11 @@ def too_little_on_gpu(config: RankConfig, rows: Sequence[RankRow]) -> str | None
     if total is None:
         return None
     row = max(rows, key=lambda row: row.fixed_bytes)
-    buffers = row.fixed_bytes - row.weight_bytes - row.state_bytes
+    buffers = row.fixed_bytes - row.weight_bytes - row.state_bytes - row.adapter_bytes
+    adapters = f"{size(row.adapter_bytes)} for LoRA adapters, " if row.adapter_bytes else ""
     states = f"{size(row.state_bytes)} for states of linear attention, " if row.state_bytes else ""
     needs = (
-        f"rank {row.rank} needs {size(row.weight_bytes)} for weights, {states}"
+        f"rank {row.rank} needs {size(row.weight_bytes)} for weights, {adapters}{states}"
         f"{size(buffers)} for buffers and graphs"
     )
     remedies = "take more ranks (cluster.ranks), lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"

@@ -80,6 +80,7 @@ def _fill_derived(source: ConfigSource, folder: Path) -> None:
     _make_absolute(source, folder, "kernels", "cache")
     _make_absolute(source, folder, "speculation", "draft_model")
     _make_absolute(source, folder, "experts", "map")
+    _make_adapters_absolute(source, folder)
 
 
 def _resolve_revision(config: PhalanxConfig) -> tuple[PhalanxConfig, list[Problem]]:
@@ -114,6 +115,24 @@ def _make_absolute(source: ConfigSource, folder: Path, section: str, key: str) -
     absolute = os.path.normpath(base / Path(value).expanduser())
     source.data[section][key] = absolute
     return absolute
+
+
+def _make_adapters_absolute(source: ConfigSource, folder: Path) -> None:
+    """Make the paths of `lora.adapters` absolute, but for names on the Hub."""
+    section = source.data.get("lora")
+    adapters = section.get("adapters") if isinstance(section, dict) else None
+    for index, adapter in enumerate(adapters if isinstance(adapters, list) else ()):
+        path = adapter.get("path") if isinstance(adapter, dict) else None
+        if not isinstance(path, str) or not path:
+            continue
+        by_override = any(
+            source.places.get(key) in (BY_OPTION, BY_ARGUMENT)
+            for key in ("lora.adapters", f"lora.adapters.{index}.path")
+        )
+        base = Path.cwd() if by_override else folder
+        absolute = os.path.normpath(base / Path(path).expanduser())
+        if os.path.exists(absolute) or not hub.is_name(path):
+            adapter["path"] = absolute
 
 
 def _validate(data: dict[str, Any]) -> tuple[PhalanxConfig, list[Problem]]:

@@ -12,16 +12,15 @@ from cluster.config.serve_section import ServeConfig
 from kernels.interface.config import KernelsConfig
 from kernels.interface.experts_config import ExpertsConfig
 from workers.config import (
-    Auto,
     CacheConfig,
     ModelSection,
     OverlapConfig,
-    PositiveInt,
     SchedulerConfig,
-    Section,
     SpeculationConfig,
 )
+from workers.lora_config import LoraConfig
 from workers.parallel import ParallelDims
+from workers.section import Auto, PositiveInt, Section
 
 MAX_RANKS = 1024
 # On a GPU a step of few tokens takes as long as one of some hundreds: it is bound by reading the weights.
@@ -134,6 +133,7 @@ class PhalanxConfig(Section):
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     experts: ExpertsConfig = Field(default_factory=ExpertsConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
 
 

@@ -1,6 +1,8 @@
 """Fills each `auto` of a configuration from the checkpoint and the machine. Needs torch only to count GPUs."""
 
 import os
+from collections.abc import Iterable
+from functools import cache
 from typing import Literal
 
 from cluster.config.errors import ConfigError, Problem
@@ -13,6 +15,7 @@ from cluster.config.phalanx_config import (
     SchedulerSection,
 )
 from kernels.interface.kv_layout import group_layers, kv_block_bytes, layout_of
+from workers import hub
 from workers.config import (
     CacheConfig,
     ModelSection,
@@ -21,6 +24,7 @@ from workers.config import (
     SpeculationConfig,
 )
 from workers.kv_cache.demand import KVDemand, sizes_that_fit
+from workers.lora_config import AdapterConfig, LoadedAdapter
 from workers.models.draft_config import auto_method, load_draft_config
 from workers.models.registry import configured_model
 from workers.specs.model import ModelConfig
@@ -58,18 +62,16 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         )
         draft = load_draft_config(speculation, model_config)
         groups += () if draft is None else draft.kv_groups(cache)
-        block_bytes = kv_block_bytes(groups, cache.block_size, DTYPE_BYTES[dtype])
         limits = resolve_scheduler(config.scheduler, device, max_model_len)
         demand = KVDemand(cache.block_size, model_config.window, limits.max_num_batched_tokens)
         states = cache.cached_states(linear_specs, speculation.most_drafts)
-        slot_bytes = sum(spec.slot_bytes(DTYPE_BYTES[dtype]) for spec in states)
         draft_bytes = sum(spec.draft_bytes(DTYPE_BYTES[dtype]) for spec in states)
         cache = _with_cpu_sizes(
             cache,
             demand,
             max_model_len,
-            block_bytes=block_bytes,
-            slot_bytes=slot_bytes,
+            block_bytes=kv_block_bytes(groups, cache.block_size, DTYPE_BYTES[dtype]),
+            slot_bytes=sum(spec.slot_bytes(DTYPE_BYTES[dtype]) for spec in states),
             draft_bytes=draft_bytes,
             num_rows=limits.max_num_seqs,
         )
@@ -81,6 +83,8 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         overlap=config.overlap,
         speculation=speculation,
         experts=config.experts,
+        lora=config.lora,
+        adapters=resolve_adapters(config.lora.adapters),
         num_ranks=config.cluster.ranks,
         num_nodes=config.cluster.nodes,
         network=config.cluster.network,
@@ -163,6 +167,20 @@ def resolve_speculation(
     if speculation.method != "auto":
         return speculation
     return speculation.model_copy(update={"method": auto_method(model, section)})
+
+
+def resolve_adapters(adapters: Iterable[AdapterConfig]) -> tuple[LoadedAdapter, ...]:
+    """The adapters of the start, with ids from 1 on. Raises HubError for a name on the Hub that cannot be fetched."""
+    return tuple(
+        LoadedAdapter(id=number, name=it.name, path=it.path, revision=adapter_revision(it.path))
+        for number, it in enumerate(adapters, start=1)
+    )
+
+
+@cache
+def adapter_revision(path: str) -> str | None:
+    """The commit of an adapter on the Hub, which is fetched; None for a folder."""
+    return None if os.path.isabs(path) else hub.find_adapter(path)
 
 
 def max_num_seqs(config: PhalanxConfig, num_gpus: int) -> int:

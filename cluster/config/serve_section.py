@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from workers.config import Auto, Section
 from workers.log import LogFormat, LogLevel
+from workers.section import Auto, Section
 
 _Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
 QUEUE_DEPTH = 8

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from cluster.experiments.workload_section import RequestWorkload, StepWorkload
-from workers.config import Section
+from workers.section import Section
 
 Kind = Literal["engine", "http", "step"]
 

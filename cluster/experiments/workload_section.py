@@ -15,7 +15,7 @@ from cluster.bench.prompts_file import Record, check_endpoint
 from cluster.bench.settings import BenchError, Load
 from cluster.config.errors import Problem
 from cluster.experiments.workload_files import prompts_of, trace_of
-from workers.config import Section
+from workers.section import Section
 
 PREFILL_TOKENS = 1  # output of a prefill-only request: its first token ends it
 

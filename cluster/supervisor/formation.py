@@ -44,6 +44,7 @@ class Formation:
     leave_timeout_s   time of a rank to leave an epoch
     new_heartbeats    makes the watch of a stage
     balance           of the experts, over all epochs
+    adapters          LoRA adapters that the ranks load before they serve
     kept              processes that the last rebuild has kept, less those that still start
     """
 
@@ -65,6 +66,7 @@ class Formation:
         self._new_heartbeats = new_heartbeats
         self.kept: list[RankHandle] = []
         self.balance = ExpertBalance()
+        self.adapters = roster.config.adapters
         self._inboxes: list[StreamAddress] = []
 
     async def join(self) -> None:
@@ -86,9 +88,10 @@ class Formation:
         secret, layout = secrets.token_bytes(32), self.balance.layout
         rendezvous = Rendezvous(host, port, name, epoch, secret, layout)
         roster.called()
+        config = roster.config.model_copy(update={"adapters": self.adapters})
         await self._gather(
             rank.join_group.remote(
-                rendezvous, self.start_timeout_s, visible_gpus(locations, own), index, roster.config
+                rendezvous, self.start_timeout_s, visible_gpus(locations, own), index, config
             )
             for index, (rank, own) in enumerate(zip(roster.ranks, locations, strict=True))
         )

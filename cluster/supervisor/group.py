@@ -16,6 +16,7 @@ from cluster.supervisor.attempts import Attempts
 from cluster.supervisor.change import PendingChange
 from cluster.supervisor.failures import RankDiedError, failure_message, lacks_files
 from cluster.supervisor.formation import Formation, visible_gpus
+from cluster.supervisor.group_adapters import GroupAdapters
 from cluster.supervisor.group_spec import GroupSpec
 from cluster.supervisor.heartbeat import Hang, Heartbeats, HungRankError
 from cluster.supervisor.launcher import Launcher
@@ -86,6 +87,7 @@ class Group:
             leave_timeout_s=hang_timeout_s,
             new_heartbeats=self._new_heartbeats,
         )
+        self.adapters = GroupAdapters(self._roster, self._formation)
         self._change = PendingChange()
         self._hang_timeout_s = hang_timeout_s
         self._attempts = Attempts(rebuild_attempts)
@@ -359,6 +361,8 @@ class Group:
         await self._formation.start_engines()
         if self.health.ended:
             return  # stop() came while the last rank answered
+        if self.status.state == "starting":
+            self.adapters.check(self.status.infos)
         self._set_serving()
 
     def _set_serving(self) -> None:
@@ -366,11 +370,9 @@ class Group:
         self._set_state("draining" if self._draining else "serving")
         self._roster.serves()
         if self._roster.shrunk and (self._growing is None or self._growing.done):
-            growing = relocation.grow(self._roster, self._serves, self.change)
+            serves = lambda: self.status.state == "serving"  # noqa: E731
+            growing = relocation.grow(self._roster, serves, self.change)
             self._growing = OwnedTask(growing, self.fail_task, "grow", may_end=True)
-
-    def _serves(self) -> bool:
-        return self.status.state == "serving"
 
     def _visible_gpus(self, facts: dict[str, Any]) -> Sequence[int | str]:
         """The GPUs that a process with this description is to see."""
@@ -388,7 +390,6 @@ class Group:
     def _kill(self) -> None:
         if self._growing is not None:
             self._growing.cancel()
-        self._formation.balance.end()
         self._roster.kill()
 
     def _set_state(self, state: GroupState, error: str = "") -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ray.experimental import internal_kv
 
 from cluster.config.phalanx_config import PhalanxConfig
+from workers.lora_config import LoadedAdapter
 
 NAMESPACE = b"phalanx"
 
@@ -26,9 +27,22 @@ class GroupState:
 
 
 @dataclass
+class AdapterState:
+    """What is kept of the LoRA adapters.
+
+    held      those that the ranks hold
+    retired   ids of those among them that take no new requests
+    """
+
+    held: tuple[LoadedAdapter, ...] = ()
+    retired: set[int] = field(default_factory=set)
+
+
+@dataclass
 class PoolState:
     """What is kept of the server.
 
+    adapters    the LoRA adapters; None before they are known
     groups      of each group, by name
     drain_s     limit of the drain of the server that has begun; None without one
     ingresses   the ingresses that had a lease as the drain began
@@ -39,6 +53,7 @@ class PoolState:
     drain_s: float | None = None
     ingresses: set[str] = field(default_factory=set)
     drained: set[str] = field(default_factory=set)
+    adapters: AdapterState | None = None
 
     def of(self, name: str) -> GroupState:
         """The state of a group, made at the first call."""

@@ -43,6 +43,26 @@ class GroupMembers:
 
 
 @dataclass(frozen=True)
+class Registration:
+    """What an ingress gets with the lease of a group: its id, and the members of the group."""
+
+    lease_id: str
+    members: GroupMembers
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """The answer to a heartbeat.
+
+    expired   leases of the ingress for which it must register again
+    refused   digests of requests that have ended ranks of any ingress of late
+    """
+
+    expired: list[str]
+    refused: list[bytes]
+
+
+@dataclass(frozen=True)
 class Rebuild:
     """A rebuild that has ended in service.
 

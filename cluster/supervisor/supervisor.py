@@ -6,7 +6,6 @@ It starts and watches the groups, and ends itself with them when no ingress is l
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import ray
@@ -16,6 +15,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import check_num_ranks, resolve_rank_config
 from cluster.metrics.metrics import GAUGES
 from cluster.metrics.snapshot import Snapshot, SnapshotTotals
+from cluster.supervisor.adapters import ServerAdapters
 from cluster.supervisor.group import Group
 from cluster.supervisor.group_spec import GroupSpec, group_specs
 from cluster.supervisor.launcher import RankLauncher
@@ -24,11 +24,17 @@ from cluster.supervisor.placement import num_gpus
 from cluster.supervisor.pool import ModelPool
 from cluster.supervisor.saved_state import PoolState
 from cluster.supervisor.slow_ranks import SlowRanks
-from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus
+from cluster.supervisor.status import (
+    GroupHealth,
+    GroupStatus,
+    Registration,
+    Renewal,
+)
 from kernels.host.owned import OwnedTask
 from workers import hub
 from workers.config import RankConfig
 from workers.log import set_up_logging
+from workers.lora_config import LoadedAdapter
 from workers.rank.rank_info import RankTrace
 
 logger = logging.getLogger(__name__)
@@ -37,26 +43,6 @@ NODES_S = 2.0
 """Interval between two looks for nodes that Ray drains."""
 LAUNCHER_LEASE_S = 60.0
 """Time without a heartbeat of `phalanx serve` after which its server ends."""
-
-
-@dataclass(frozen=True)
-class Registration:
-    """What an ingress gets with the lease of a group: its id, and the members of the group."""
-
-    lease_id: str
-    members: GroupMembers
-
-
-@dataclass(frozen=True)
-class Renewal:
-    """The answer to a heartbeat.
-
-    expired   leases of the ingress for which it must register again
-    refused   digests of requests that have ended ranks of any ingress within the last LEASE_S seconds
-    """
-
-    expired: list[str]
-    refused: list[bytes]
 
 
 class Supervisor:
@@ -70,6 +56,15 @@ class Supervisor:
         self._leases = Leases(config.cluster.start_timeout_s, self._clock)
         self._pool = ModelPool(self._create_groups(config), self._leases.of_group)
         self._state = PoolState()
+        self._adapters = ServerAdapters(
+            config.lora,
+            config.serve.model_name or "",
+            self._pool.groups,
+            ingresses=lambda: self._leases.ingress_ids,
+            keep=self._save_state,
+        )
+        self._adapters.begin(self._pool.groups[0].spec.ranks.adapters)
+        self._state.adapters = self._adapters.state
         self._metrics = SnapshotTotals()
         self._refused: dict[bytes, float] = {}  # digests of requests, by the time of their report
         self._launcher_seen: float | None = None
@@ -123,6 +118,9 @@ class Supervisor:
         state: what that process has kept; without ranks the configuration of the start counts
         """
         self._state = state
+        if state.adapters is not None:
+            self._adapters.recover(state.adapters)
+        state.adapters = self._adapters.state
         for index, group in enumerate(self._pool.groups):
             kept = state.of(group.spec.name)
             wanted = None if kept.config is None else self._resolve(kept.config)
@@ -197,6 +195,24 @@ class Supervisor:
         """The sum of the counts of all ingresses; `metrics` are the latest of the calling one."""
         self._metrics.put(ingress_id, metrics)
         return self._metrics.total()
+
+    async def load_adapter(self, name: str, path: str) -> LoadedAdapter:
+        """Load a LoRA adapter into all ranks, or into none. Raises AdapterError."""
+        return await self._adapters.load(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Give an adapter no new requests, and drop it after the open ones. Raises UnknownAdapterError."""
+        await self._adapters.unload(name)
+
+    async def changed_adapters(
+        self, seen: Sequence[LoadedAdapter] | None
+    ) -> tuple[LoadedAdapter, ...]:
+        """The adapters that take requests, as soon as they differ from `seen`; at once for None."""
+        return self._adapters.listed if seen is None else await self._adapters.changed(seen)
+
+    async def report_adapters(self, ingress_id: str, used: Collection[int]) -> None:
+        """Note which adapters an ingress lists or has open requests for."""
+        await self._adapters.report(ingress_id, used)
 
     async def scale(self, num_ranks: int, group: str | None = None) -> None:
         """Bring a group to another number of ranks; open requests go on. Raises ValueError if that is impossible."""
@@ -332,6 +348,7 @@ class Supervisor:
                 )
                 self._metrics.retire(ingress_id, GAUGES)
                 self._end_lease(lease_id)
+            await self._adapters.drop_unused()
         logger.info("the server ends")
         await self.exit()
 

@@ -14,6 +14,7 @@ from kernels.all2all.comm_stream import CommStream
 from kernels.host.triton_version import triton_unavailable
 from kernels.interface.backend import Backend, BackendShape
 from kernels.interface.context import BackendContext
+from kernels.lora.experts import ExpertRows
 from kernels.pending import Pending
 from kernels.routing.device_routing import DeviceRouting, identity_routing
 
@@ -23,6 +24,25 @@ Layout = Literal["contiguous", "masked"]
 def sum_partials(sums: torch.Tensor) -> torch.Tensor:
     """Return [T, D] of a result of `combine`: partial sums [P, T, D] are added in float32."""
     return sums if sums.dim() == 2 else sums.sum(0, dtype=torch.float32).to(sums.dtype)
+
+
+def with_slots(
+    topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor, slots_T: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both with a further column: the slot of each row's adapter, as a negative id, of which no rank is owner.
+
+    slots_T   int64, 0 for none; None: no row has an adapter
+    """
+    code_T1 = topk_idx_TK.new_full((len(topk_idx_TK), 1), -1)
+    if slots_T is not None:
+        code_T1 -= slots_T.unsqueeze(1)
+    weight_T1 = topk_weights_TK.new_zeros(len(topk_weights_TK), 1)
+    return torch.cat((topk_idx_TK, code_T1), 1), torch.cat((topk_weights_TK, weight_T1), 1)
+
+
+def slots_of_ids(topk_idx_NK: torch.Tensor) -> torch.Tensor:
+    """Return the slots [N] of `with_slots`, in the dtype of the ids."""
+    return -1 - topk_idx_NK[:, -1]
 
 
 @dataclass(frozen=True)
@@ -37,6 +57,7 @@ class ExpertInput:
     handle    input of `combine` of the same backend; opaque to other code
     routing   on GPUs: the permutation into expert order, which the host cannot read without waiting
     scale_RS  float32 scale of each 128 values of e4m3 rows, of any strides; None for rows in the model's dtype
+    slots_N   int64 or int32: slot of the adapter of each row of `x_RD`, 0 for none; None: adapters change no expert
     """
 
     x_RD: torch.Tensor
@@ -44,6 +65,7 @@ class ExpertInput:
     handle: Any
     routing: DeviceRouting | None = None
     scale_RS: torch.Tensor | None = None
+    slots_N: torch.Tensor | None = None
 
     def permuted_rows(self) -> torch.Tensor:
         """Return the rows in expert order; with `routing` the content of unused rows is undefined. Not of e4m3."""
@@ -53,6 +75,15 @@ class ExpertInput:
         from kernels.triton.scatter_rows import scatter_rows
 
         return scatter_rows(self.x_RD, self.routing.permuted_idx_NK, self.routing.num_permuted)
+
+    def adapter_rows(self) -> ExpertRows:
+        """Return the adapters of the permuted rows, where rows carry them."""
+        assert self.slots_N is not None, "the all-to-all carries no adapters"
+        routing = self.routing
+        if routing is None:
+            return ExpertRows.in_order(self.slots_N, self.offs_e)
+        bounds = routing.starts_e, routing.ends_e
+        return ExpertRows.on_device(self.slots_N, routing.row_R, *bounds)
 
     def device_routing(self) -> DeviceRouting:
         """Return `routing`, or the identity for rows that are in expert order already."""
@@ -97,6 +128,8 @@ class AllToAll(Backend):
     no_overlap_reason    why overlapping it with compute gains nothing; None where it may gain
     needs_process_group  dispatch or combine uses the process group, which must live as long as the instance
     runs_on_stream       dispatch and combine run on `stream` from end to end
+    carries_adapters     rows may carry the slot of their adapter, by a further id
+    adapters             rows carry it, in every dispatch
     fp8_rows             rows travel in e4m3 with scales where `BackendShape.fp8_rows`; sums never do
     stream               CUDA stream of its dispatches and combines; None for the current one (see comm_stream.py)
     """
@@ -111,6 +144,8 @@ class AllToAll(Backend):
     needs_process_group: bool = True
     runs_on_stream: bool = False
     fp8_rows: bool = False
+    carries_adapters: bool = True
+    adapters: bool = False
     stream: CommStream | None = None
 
     @classmethod
@@ -127,6 +162,8 @@ class AllToAll(Backend):
             return "there is only one rank, so there is nothing to exchange"
         if cls.one_host and shape.num_nodes > 1:
             return f"its ranks must share a host, cluster.nodes is {shape.num_nodes}"
+        if shape.expert_adapters and not cls.carries_adapters:
+            return "its rows carry no adapter, and lora.targets has experts"
         return None
 
     @classmethod
@@ -169,7 +206,8 @@ class AllToAll(Backend):
         """Send each row to the ranks of its experts; return the rows of this rank's experts in `layout`.
 
         x_TD              in the model's dtype
-        topk_idx_TK       int64 ids of experts, as slots of all ranks (`ExpertMap`); -1 for none
+        topk_idx_TK       int64 ids of experts, as slots of all ranks (`ExpertMap`); -1 for none. With `adapters` the
+                          last column is that of `with_slots`
         topk_weights_TK   float32
         T may be 0, and may differ between ranks unless `needs_equal_tokens`.
         """

@@ -123,6 +123,7 @@ class DeepEpAllToAll(AllToAll):
     """
 
     name = "deepep"
+    carries_adapters = False  # its kernels take -1 and ids of experts alone
     devices = ("cuda",)
     distributions = DISTRIBUTIONS
     needs_equal_tokens = True

@@ -149,6 +149,7 @@ class DeepEpLowLatencyAllToAll(AllToAll):
     """
 
     name = "deepep_low_latency"
+    carries_adapters = False  # its kernels take -1 and ids of experts alone
     devices = ("cuda",)
     distributions = DISTRIBUTIONS
     layout = "masked"

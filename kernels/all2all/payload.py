@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from kernels.all2all.base import AllToAll, ExpertInput
+from kernels.all2all.base import AllToAll, ExpertInput, slots_of_ids
 from kernels.block_fp8 import BLOCK, Fp8Rows, quantise_groups
 from kernels.interface.backend import BackendShape
 from kernels.interface.context import BackendContext
@@ -29,19 +29,23 @@ ALIGNMENT = 16  # bytes; each field of each row can be viewed in its own type
 class RowFormat:
     """The layout of one token's bytes.
 
-    dtype   of the hidden states and of sums
-    fp8     x is D e4m3 values, then S float32 scales
+    top_k      ids of a row, with that of its adapter's slot
+    dtype      of the hidden states and of sums
+    adapters   the last id names the slot of an adapter, see `AllToAll.dispatch`
+    fp8        x is D e4m3 values, then S float32 scales
     """
 
     hidden_size: int
     top_k: int
     dtype: torch.dtype
     fp8: bool = False
+    adapters: bool = False
 
     @classmethod
     def of(cls, shape: BackendShape) -> "RowFormat":
         """Return the format of the rows of `shape`."""
-        return cls(shape.hidden_size, shape.top_k, shape.dtype, shape.fp8_rows)
+        sizes = shape.hidden_size, shape.row_ids
+        return cls(*sizes, shape.dtype, shape.fp8_rows, shape.expert_adapters)
 
     @property
     def row_and_sum_bytes(self) -> int:
@@ -193,10 +197,14 @@ def permute_local(
     routing = permutation.route(topk_idx_NK, rows)
     handle = Gathered(routing, topk_weights_NK, origin)
     values_ND, scale_NS = x_ND if isinstance(x_ND, Fp8Rows) else (x_ND, None)
+    slots_N = slots_of_ids(topk_idx_NK) if permutation.adapters else None
     if isinstance(routing, DeviceRouting):
-        return ExpertInput(values_ND, routing.offs_e, handle, routing, scale_NS)
+        return ExpertInput(values_ND, routing.offs_e, handle, routing, scale_NS, slots_N)
+    if slots_N is not None:
+        slots_N = slots_N.index_select(0, routing.row_R)
     if scale_NS is None:
-        return ExpertInput(values_ND.index_select(0, routing.row_R), routing.offs_e, handle)
+        values_RD = values_ND.index_select(0, routing.row_R)
+        return ExpertInput(values_RD, routing.offs_e, handle, slots_N=slots_N)
     values_RD = values_ND.view(torch.uint8).index_select(0, routing.row_R).view(values_ND.dtype)
     scale_RS = scale_NS.index_select(0, routing.row_R)
-    return ExpertInput(values_RD, routing.offs_e, handle, scale_RS=scale_RS)
+    return ExpertInput(values_RD, routing.offs_e, handle, scale_RS=scale_RS, slots_N=slots_N)

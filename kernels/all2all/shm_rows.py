@@ -60,6 +60,7 @@ class SlotRows(ABC):
         per_rank = (*sums.shape[:2], -1, slots.row_format.hidden_size)
         self._sums_rND = sums.view(per_rank).unbind(0)
         self._own_sums_ND = [sums_rND[slots.rank] for sums_rND in self._sums_rND]
+        self._codes_of = [_last_ids(slots_rB, slots) for slots_rB in slots.dispatch]
 
     @abstractmethod
     def put(
@@ -80,9 +81,25 @@ class SlotRows(ABC):
         own_sums_ND = self._own_sums_ND[parity][: routed.num_rows]
         sum_rows(y_RD, routed.row_R, routed.num_rows, routed.weight_R, out=own_sums_ND)
 
+    def _adapters(self, parity: int, counts: list[int], row_R: torch.Tensor) -> torch.Tensor | None:
+        """Return the slot of the adapter of each routed row; None where rows carry none."""
+        if not self._slots.row_format.adapters:
+            return None
+        slots_N = torch.from_numpy(-1 - _gather(self._codes_of[parity], counts))
+        return slots_N.index_select(0, row_R)
+
     @abstractmethod
     def take_sums(self, parity: int, routed: Routed) -> torch.Tensor:
         """Return the sums of all ranks for this rank's rows, added: [T, D]."""
+
+
+def _last_ids(slots_rB: np.ndarray, slots: Slots) -> list[np.ndarray]:
+    """Return views of the last id of every row of each rank's dispatch slot, int32."""
+    row_format = slots.row_format
+    at = row_format.x_bytes + 4 * (row_format.top_k - 1)
+    num_bytes = slots.max_num_tokens * row_format.row_bytes
+    rows_rTW = slots_rB[:, :num_bytes].reshape(len(slots_rB), -1, row_format.row_bytes)
+    return [rows_TW[:, at : at + 4].view(np.int32)[:, 0] for rows_TW in rows_rTW]
 
 
 def slot_rows(slots: Slots) -> SlotRows:
@@ -150,8 +167,9 @@ class NativeRows(SlotRows):
         )
         x_RD = torch.empty(num_routed, slots.row_format.hidden_size)
         native.take_rows(rows, slot_P.data_ptr(), num_routed, self._shape[1], x_RD.data_ptr())
-        routed = Routed(row_P[:num_routed], weight_P[:num_routed], num_rows, slots.share(counts))
-        return ExpertInput(x_RD, offs_e, routed)
+        row_R = row_P[:num_routed]
+        routed = Routed(row_R, weight_P[:num_routed], num_rows, slots.share(counts))
+        return ExpertInput(x_RD, offs_e, routed, slots_N=self._adapters(parity, counts, row_R))
 
     def take_sums(self, parity: int, routed: Routed) -> torch.Tensor:
         """See SlotRows."""
@@ -217,7 +235,8 @@ class NumpyRows(SlotRows):
             self._slots.share(counts),
         )
         x_RD = fields.x.index_select(0, torch.from_numpy(slot_R))
-        return ExpertInput(x_RD, torch.from_numpy(offs_e), routed)
+        adapters_R = self._adapters(parity, counts, routed.row_R)
+        return ExpertInput(x_RD, torch.from_numpy(offs_e), routed, slots_N=adapters_R)
 
     def take_sums(self, parity: int, routed: Routed) -> torch.Tensor:
         """See SlotRows."""

@@ -231,6 +231,7 @@ def build(selection: Selection, context: BackendContext) -> Backends:
         )
     )
     assert all2all.layout in grouped_gemm.layouts, selection.names()
+    all2all.adapters = context.shape.expert_adapters
     return Backends(
         all2all,
         grouped_gemm,

@@ -26,6 +26,7 @@ from kernels.grouped_gemm.deepgemm_package import (
 from kernels.grouped_gemm.skinny_fp8 import MOST_ROWS, SkinnyFp8
 from kernels.host.capability import too_old_gpu
 from kernels.interface.backend import BackendShape
+from kernels.lora.experts import ExpertAdapters
 from kernels.pending import wait_previous_ubatch
 
 
@@ -90,8 +91,9 @@ class DeepGemm(GroupedGemm):
         w2_eDI: Any,
         activation: Activation = "silu",
         biases: Biases | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
-        assert biases is None, "unsupported_reason refuses biases"
+        assert biases is None and adapters is None, "unsupported_reason refuses both"
         if isinstance(expert_input, MaskedInput):
             return self.call_masked(expert_input, w13_e2ID, w2_eDI, activation)
         routing = expert_input.device_routing()
@@ -166,6 +168,7 @@ class DeepGemmFp8(DeepGemm):
         w2_eDI: Any,
         activation: Activation = "silu",
         biases: Biases | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
         if isinstance(expert_input, ExpertInput) and self._skinny.takes(expert_input):
             assert biases is None, "unsupported_reason refuses biases"

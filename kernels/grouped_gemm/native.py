@@ -10,6 +10,7 @@ from kernels.all2all.base import ExpertInput
 from kernels.grouped_gemm.base import Biases, GroupedGemm
 from kernels.grouped_gemm.torch_grouped import TorchGroupedGemm
 from kernels.interface.backend import BackendShape
+from kernels.lora.experts import ExpertAdapters
 from kernels.native.library import load, native_unavailable, native_unsupported_reason
 
 # With more rows, a library's matrix products are faster. At 2 rows of each of 16 experts of 128 x 64 this takes 57 us,
@@ -18,12 +19,13 @@ MAX_ROWS_PER_EXPERT = 8
 
 
 class NativeGroupedGemm(GroupedGemm):
-    """float32 on CPU only. Large steps go to torch's grouped product."""
+    """float32 on CPU only. Large steps, and steps with adapters, go to torch's grouped product."""
 
     name = "native"
     devices = ("cpu",)
     auto = "one call of compiled C for the few rows of a decode"
     adds_biases = True
+    adds_adapters = True
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -46,12 +48,13 @@ class NativeGroupedGemm(GroupedGemm):
         w2_eDI: torch.Tensor,
         activation: Activation = "silu",
         biases: Biases | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
         x_RD = expert_input.x_RD
         num_rows, hidden_size = x_RD.shape
         num_experts, _, width = w2_eDI.shape
-        if num_rows > MAX_ROWS_PER_EXPERT * num_experts:
-            return self._large(expert_input, w13_e2ID, w2_eDI, activation, biases)
+        if num_rows > MAX_ROWS_PER_EXPERT * num_experts or adapters is not None:
+            return self._large(expert_input, w13_e2ID, w2_eDI, activation, biases, adapters)
         y_RD = torch.empty_like(x_RD)
         if not num_rows:
             return y_RD

@@ -13,6 +13,7 @@ from kernels.four_bit import FourBitWeights
 from kernels.four_bit_format import FourBitFormat
 from kernels.grouped_gemm.base import Biases
 from kernels.grouped_gemm.four_bit import FourBitGemm
+from kernels.lora.experts import ExpertAdapters
 from kernels.native.library import load, native_unavailable
 
 EXPANDED = 4  # rows of a matrix that are expanded at once, OUTPUTS of cpu.c
@@ -53,7 +54,9 @@ class NativeFourBit(FourBitGemm):
         w2_eDI: FourBitWeights,
         activation: Activation = "silu",
         biases: Biases | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
+        assert adapters is None, "unsupported_reason refuses adapters"
         dtype, x_RD = expert_input.x_RD.dtype, expert_input.x_RD.float().contiguous()
         num_rows, hidden_size = x_RD.shape
         num_experts, _, width = w2_eDI.shape

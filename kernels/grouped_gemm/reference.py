@@ -3,6 +3,8 @@
 R routed rows, D hidden, I expert width, e local experts.
 """
 
+from itertools import pairwise
+
 import torch
 from torch.nn import functional as F
 
@@ -10,6 +12,7 @@ from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
 from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.base import Biases, GroupedGemm
+from kernels.lora.experts import ExpertAdapters
 
 
 class ReferenceGroupedGemm(GroupedGemm):
@@ -19,6 +22,7 @@ class ReferenceGroupedGemm(GroupedGemm):
     auto = "a loop over experts runs everywhere"
     graph = False
     adds_biases = True
+    adds_adapters = True
 
     def __call__(
         self,
@@ -27,15 +31,32 @@ class ReferenceGroupedGemm(GroupedGemm):
         w2_eDI: torch.Tensor,
         activation: Activation = "silu",
         biases: Biases | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
-        x_RD = expert_input.permuted_rows()
-        y_RD = torch.empty_like(x_RD)
-        start = 0
-        for expert, end in enumerate(expert_input.offs_e.tolist()):
-            if end > start:
-                b13_2I, b2_D = (None, None) if biases is None else (b[expert] for b in biases)
-                h_R2I = F.linear(x_RD[start:end], w13_e2ID[expert], b13_2I)
-                h_RI = gated_activation(h_R2I, activation)
-                y_RD[start:end] = F.linear(h_RI, w2_eDI[expert], b2_D)
-            start = end
+        x_RD, width = expert_input.permuted_rows(), w2_eDI.shape[2]
+        y_RD, h_R2I = torch.empty_like(x_RD), x_RD.new_empty(len(x_RD), 2 * width)
+        b13_e2I, b2_eD = biases or (None, None)
+        ends = expert_input.offs_e.tolist()
+        _multiply(x_RD, w13_e2ID, b13_e2I, ends, h_R2I)
+        if adapters is not None:
+            rows = expert_input.adapter_rows()
+            adapters.up.add_to(h_R2I, x_RD, rows)
+        h_RI = gated_activation(h_R2I, activation)
+        _multiply(h_RI, w2_eDI, b2_eD, ends, y_RD)
+        if adapters is not None:
+            adapters.down.add_to(y_RD, h_RI, rows)
         return y_RD
+
+
+def _multiply(
+    x_RK: torch.Tensor,
+    w_eNK: torch.Tensor,
+    b_eN: torch.Tensor | None,
+    ends: list[int],
+    out_RN: torch.Tensor,
+) -> None:
+    """Write the product of each expert's rows, which end at `ends`."""
+    for expert, (start, end) in enumerate(pairwise([0, *ends])):
+        if end > start:
+            bias_N = None if b_eN is None else b_eN[expert]
+            out_RN[start:end] = F.linear(x_RK[start:end], w_eNK[expert], bias_N)

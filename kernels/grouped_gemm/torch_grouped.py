@@ -14,6 +14,7 @@ from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.base import Biases, GroupedGemm, unaligned_reason
 from kernels.host.capability import too_old_gpu
 from kernels.interface.backend import BackendShape
+from kernels.lora.experts import ExpertAdapters
 from kernels.pending import wait_previous_ubatch
 
 
@@ -23,6 +24,7 @@ class TorchGroupedGemm(GroupedGemm):
     name = "torch_grouped"
     auto = "one call for all experts"
     adds_biases = True
+    adds_adapters = True
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -58,6 +60,7 @@ class TorchGroupedGemm(GroupedGemm):
         w2_eDI: torch.Tensor,
         activation: Activation = "silu",
         biases: Biases | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
         x_RD, offs_e = expert_input.permuted_rows(), expert_input.offs_e
         if not x_RD.shape[0]:
@@ -66,11 +69,16 @@ class TorchGroupedGemm(GroupedGemm):
         if biases is not None:
             expert_R = _expert_of_row(offs_e, len(x_RD))
             h_R2I += biases[0].index_select(0, expert_R)
+        if adapters is not None:
+            rows = expert_input.adapter_rows()
+            adapters.up.add_to(h_R2I, x_RD, rows)
         activated = _activate(h_R2I, offs_e, activation)
         wait_previous_ubatch()
         y_RD = F.grouped_mm(activated, w2_eDI.transpose(-2, -1), offs=offs_e)
         if biases is not None:
             y_RD += biases[1].index_select(0, expert_R)
+        if adapters is not None:
+            adapters.down.add_to(y_RD, activated, rows)
         return y_RD
 
 

@@ -17,6 +17,7 @@ from kernels.grouped_gemm.four_bit import FourBitGemm
 from kernels.host.capability import too_old_gpu
 from kernels.host.triton_version import triton_unavailable
 from kernels.interface.backend import BackendShape
+from kernels.lora.experts import ExpertAdapters
 from kernels.pending import can_yield_ubatch, wait_previous_ubatch
 
 
@@ -63,7 +64,9 @@ class TritonFourBit(FourBitGemm):
         w2_eDI: FourBitWeights,
         activation: Activation = "silu",
         biases: Biases | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
+        assert adapters is None, "unsupported_reason refuses adapters"
         routing, x = expert_input.device_routing(), expert_input.x_RD
         row_R = routing.row_R if expert_input.routing else None
         b13_e2I, b2_eD = biases or (None, None)

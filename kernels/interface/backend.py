@@ -30,6 +30,7 @@ class BackendShape:
     fp8_checkpoint   whether the checkpoint stores the experts in FP8
     four_bit         the format of the experts, where the checkpoint packs all of them in four bits in one format
     expert_bias      whether the experts' products have biases
+    expert_adapters  adapters may change the experts: the slot of a row's adapter travels with the row
     fp8_rows         rows travel to the experts in FP8; from the chosen all-to-all and grouped GEMM
     """
 
@@ -49,6 +50,12 @@ class BackendShape:
     four_bit: FourBitFormat | None = None
     expert_bias: bool = False
     fp8_rows: bool = False
+    expert_adapters: bool = False
+
+    @property
+    def row_ids(self) -> int:
+        """Ids that a row carries to the experts: of its experts, and that of its adapter's slot."""
+        return self.top_k + self.expert_adapters
 
     @property
     def dtype_name(self) -> str:

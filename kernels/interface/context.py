@@ -62,6 +62,7 @@ class BackendContext:
             dtype=dtype,
             alignment=self.row_alignment,
             unaligned_rows=self.unaligned_rows,
+            adapters=self.shape.expert_adapters,
         )
 
     def with_max_num_tokens(self, max_num_tokens: int) -> "BackendContext":

@@ -39,6 +39,7 @@ class Permutation:
     dtype            of the expert ids
     alignment        on GPUs: the first permuted row of each expert is a multiple of it
     unaligned_rows   up to so many rows of an expert on average are not aligned: no rows lie between experts
+    adapters         the last id of a row is negative and names the slot of its adapter
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Permutation:
         dtype: torch.dtype = torch.int32,
         alignment: int = 1,
         unaligned_rows: float = 0.0,
+        adapters: bool = False,
     ):
-        self.experts = experts
+        self.experts, self.adapters = experts, adapters
         self._num_experts = num_experts
         self._alignment, self._unaligned_rows = alignment, unaligned_rows
         self._bounds = expert_bounds(experts, "cpu", dtype)

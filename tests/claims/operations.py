@@ -115,6 +115,22 @@ def _resources(runs: list[dict]) -> Iterator[str]:
         yield row(f"{run['ranks']}, {run['streams']}", *cells)
 
 
+def soak() -> Iterator[str]:
+    """An hour of mixed traffic and failures."""
+    found = load("chaos-cpu-soak")
+    failures = [of["count"] for of in found["failures"].values()]
+    wait = max(row["longest_wait_s"] for row in found["ten_minutes"])
+    (grew,) = found["resources"]["grew"]
+    name, before, _, after, *_ = grew.replace(":", "").split()
+    assert found["failed"] == [] and name == "gcs_rss_mb"
+    yield (
+        f"In a [soak](results/chaos-cpu-soak.md) of {found['seconds'] / 60:.0f} minutes with {sum(failures)} failures of "
+        f"{len(failures)} kinds, {found['ranks']} ranks and {found['streams']} clients, no answer of "
+        f"{sum(found['answered'].values()):,} failed; the longest time without an item of an answer was {wait:.1f} s. "
+        f"Ray's `gcs_server` grew by {float(after) - float(before):.0f} MB"
+    )
+
+
 def hosts() -> Iterator[str]:
     """CPU ranks over two hosts."""
     found = load("cpu-hosts")
@@ -172,5 +188,5 @@ def tails() -> Iterator[str]:
 
 def claims() -> Iterator[str]:
     """All measured claims of the page."""
-    for part in (gpu_pauses, chaos, hosts, start, tails):
+    for part in (gpu_pauses, chaos, soak, hosts, start, tails):
         yield from part()

@@ -202,7 +202,7 @@ def _step_to_the_end(epoch: Any, events: list[Event], max_steps: int, result: Ra
         result.num_steps += plan.run
         epoch.process.grammars.wait()
         # The grammars that a step has seen are compiled by the next one, which may be the first to run.
-        if step > last_event and not plan.run:
+        if step > last_event and plan.sleeps:
             return
     raise AssertionError(f"not done after {max_steps} steps")
 

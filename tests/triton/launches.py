@@ -254,6 +254,32 @@ def _skinny_linear(at: Inputs, *, fp8: bool) -> None:
         skinny_linear(x.contiguous(), blocks if fp8 else weights)
 
 
+def _lora(at: Inputs) -> None:
+    """Two slots of two parts, for rows of which a slice of the batch names the slots."""
+    from kernels.lora.product import LoraWeights
+    from kernels.triton.lora_expand import lora_expand
+    from kernels.triton.lora_shrink import lora_shrink
+
+    new: dict[str, Any] = {"dtype": torch.bfloat16, "device": at.device}
+    a_SQK, b_SNr = torch.zeros(2, 32, WIDTH, **new), torch.zeros(2, 3 * WIDTH, 16, **new)
+    weights = LoraWeights(a_SQK, b_SNr, ((0, WIDTH, 0), (WIDTH, 3 * WIDTH, 1)))
+    h_ZTQ = lora_shrink(at.rows(WIDTH), a_SQK, at.slice(), weights.rank)
+    tiles = torch.zeros(3, 3, dtype=torch.int32, device=at.device)
+    lora_expand(at.rows(3 * WIDTH), h_ZTQ, b_SNr, at.slice(), tiles)
+
+
+def _lora_of_experts(at: Inputs) -> None:
+    """As `_lora`, of two experts."""
+    from kernels.triton.lora_expand import lora_expand
+    from kernels.triton.lora_shrink import lora_shrink
+
+    new: dict[str, Any] = {"dtype": torch.bfloat16, "device": at.device}
+    a_SeQK, b_SeNr = torch.zeros(2, 2, 32, WIDTH, **new), torch.zeros(2, 2, 2 * WIDTH, 16, **new)
+    h_ZRQ = lora_shrink(at.rows(WIDTH), a_SeQK, at.slice(), 16, at.slice())
+    tiles = torch.zeros(2, 3, dtype=torch.int32, device=at.device)
+    lora_expand(at.rows(2 * WIDTH), h_ZRQ, b_SeNr, at.slice(), tiles, at.slice())
+
+
 CASES: dict[str, Callable[[Inputs], None]] = {
     "list_pages": partial(list_pages, padded=False),
     "list_pages_for_graphs": partial(list_pages, padded=True),
@@ -290,6 +316,8 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     **launches_four_bit.CASES,
     "skinny_linear": partial(_skinny_linear, fp8=False),
     "skinny_linear_fp8": partial(_skinny_linear, fp8=True),
+    "lora": _lora,
+    "lora_of_experts": _lora_of_experts,
     "push": _push,
     "penalise": _penalise,
     "decodes": partial(decodes, cut=False),

@@ -17,7 +17,7 @@ from cluster.api.admission import AdmissionGate, KeyLimits
 from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
-from cluster.errors import BadRequestError
+from cluster.errors import BadRequestError, NotFoundError
 from cluster.metrics.snapshot import Snapshot
 from cluster.supervisor.status import GroupStatus
 from tests.checkpoints.writer import make_checkpoint
@@ -98,6 +98,7 @@ class FakeBackend:
         self.open: set[str] = set()
         self.ready = (True, "")
         self.operations: list[tuple[str, Any]] = []
+        self.adapters: dict[str, str] = {}
         self.stats: list[dict[str, Any]] = []
         self.layouts: list[ExpertLayout] = []
         self.group_states: list[dict[str, Any]] = [GroupStatus(state="serving").to_json()]
@@ -184,6 +185,15 @@ class FakeBackend:
 
     async def restart(self, settings: list[str], group: str | None = None) -> None:
         self.operations.append(("restart", settings, *filter(None, [group])))
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        if name in self.adapters:
+            raise BadRequestError(f"the name {name!r} is in use")
+        self.adapters[name] = path
+
+    async def unload_adapter(self, name: str) -> None:
+        if self.adapters.pop(name, None) is None:
+            raise NotFoundError(f"there is no adapter {name!r}")
 
     async def rank_stats(self) -> list[dict[str, Any]]:
         return self.stats

@@ -94,9 +94,13 @@ class OneRank:
         backend: type[Attention] | None = None,
         grouped_gemm: GroupedGemm | None = None,
         config: ModelConfig | None = None,
+        expert_adapters: bool = False,
         **options: Any,
     ):
-        """config: of a model with random weights; None: the checkpoint's own. backend: None: a reference."""
+        """config: of a model with random weights; None: the checkpoint's own. backend: None: a reference.
+
+        expert_adapters: rows carry slots of adapters to the experts.
+        """
         drawn = config is not None
         config = self.config = config or load_model_config(path)
         latent = any(spec.mla is not None for spec in config.attention_specs)
@@ -115,12 +119,15 @@ class OneRank:
                     device=device,
                     alignment=grouped_gemm.row_alignment,
                     unaligned_rows=grouped_gemm.unaligned_rows,
+                    dtype=torch.int64,
+                    adapters=expert_adapters,
                 )
             ),
             grouped_gemm,
             self.attention,
             self._linear_attention(max_seqs, dtype, torch.device(device)),
         )
+        backends.all2all.adapters = expert_adapters
         expert_map = ContiguousMap(config.num_experts, 1)
         self.model = DecoderLM(
             config, backends, expert_map=expert_map, rank=0, device=device, dtype=dtype, **options
@@ -151,7 +158,10 @@ class OneRank:
             self.backends.linear_attention.plan(batch)
         hidden_TD = self.model.forward(batch)
         assert hidden_TD.shape == (len(batch.input_ids), self.config.hidden_size)
-        return self.model.compute_logits(hidden_TD[: batch.num_tokens])
+        adapters = batch.adapters
+        if adapters is not None:
+            adapters = adapters.take(torch.arange(batch.num_tokens))
+        return self.model.compute_logits(hidden_TD[: batch.num_tokens], adapters=adapters)
 
 
 def small_checkpoint(path: Path, **changes: Any) -> Path:

@@ -15,6 +15,7 @@ from cluster.supervisor.placement import PlacementError, RankLocation
 from kernels.interface.config import KernelsConfig
 from kernels.routing.expert_map import STANDBY
 from workers.config import CacheConfig, ModelSection, RankConfig, SchedulerConfig
+from workers.lora_config import LoadedAdapter
 from workers.rank.rank_info import Membership, Pulse, RankInfo, Rendezvous
 from workers.rank.token_streams import TokenStreams
 from workers.wire.inbox import Inbox
@@ -62,6 +63,7 @@ class FakeRank:
         self.died = False
         self.requests: dict[str, EngineRequest] = {}
         self.aborted: list[str] = []
+        self.digest = "of adapters"
         self.versions = {"phalanx": "1.0", "torch": "2.0"}
         self.epoch, self.fence = -1, 0
         self.info: RankInfo | None = None
@@ -132,6 +134,13 @@ class FakeRank:
 
     async def stop(self, epoch: int) -> None:
         await self._note("stop", epoch)
+
+    async def stage_adapter(self, adapter: LoadedAdapter) -> str:
+        await self._note("stage_adapter", adapter)
+        return self.digest
+
+    async def drop_adapter(self, adapter: int) -> None:
+        await self._note("drop_adapter", adapter)
 
     async def leave_epoch(self, fence: int) -> None:
         await self._note("leave_epoch", fence)
@@ -317,11 +326,14 @@ def rank_config(num_ranks: int = 2, device: str = "cpu", num_nodes: int = 1) -> 
     )
 
 
-def phalanx_config(num_ranks: int = 2, **serve: Any) -> PhalanxConfig:
+def phalanx_config(
+    num_ranks: int = 2, lora: dict[str, Any] | None = None, **serve: Any
+) -> PhalanxConfig:
     return PhalanxConfig(
         model=ModelSection(path=str(Path("nowhere"))),
         cluster={"ranks": num_ranks, "device": "cpu", "start_timeout_s": 5.0},
         serve={"model_name": "tiny", **serve},
+        lora=lora or {},
     )
 
 

@@ -223,6 +223,19 @@ def test_on_demand_each_graph_is_captured_once_when_a_step_or_an_idle_group_want
     assert graphs.captured() >= set(sizes.whole_steps())
 
 
+def test_graphs_with_adapters_are_captured_beside_those_without(recorded):
+    graphs, order = recorded
+    sizes = GraphSizes((64, 80), (96,), adapters=True)
+    keys = sizes.whole_steps()
+    assert len(keys) == 6 and {key.adapters for key in keys} == {False, True}
+    graphs.on_demand = True
+    graphs.provide(keys)
+    largest = {GraphKey(DECODE, 80), GraphKey(MIXED, 96)}
+    assert graphs.captured() == largest | {key._replace(adapters=True) for key in largest}
+    assert all(run for *key, form, run in order), "the products of adapters have not run before"
+    assert graphs.capture_next() and graphs.capture_next() and not graphs.capture_next()
+
+
 def test_graphs_that_were_discarded_or_closed_are_not_captured_later(recorded):
     graphs, order = recorded
     graphs.on_demand = True

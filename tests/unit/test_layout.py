@@ -41,7 +41,7 @@ ORDER = {
         ("gated_activation.py", "four_bit.py", "slot_table.py"),
         ("triton",),
         ("host",),
-        ("native", "fused.py"),
+        ("native", "fused.py", "lora"),
         ("routing",),
         # What every backend class is declared by, and what the configuration reads without torch.
         ("interface",),
@@ -53,7 +53,8 @@ ORDER = {
         ("backends",),
     ),
     "workers": (
-        ("hub.py", "parallel.py", "log.py"),
+        ("hub.py", "parallel.py", "log.py", "section.py"),
+        ("lora_config.py",),
         ("config.py",),
         ("wire",),
         # Plain data: of models, and of steps.
@@ -67,6 +68,7 @@ ORDER = {
         ("stats",),
         ("layers",),
         ("models",),
+        ("adapters",),
         ("pooling",),
         # The runner runs a model whole or in ubatches; the rules of when to cut are measured with the runner.
         ("ubatch",),

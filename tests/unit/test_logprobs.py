@@ -165,7 +165,8 @@ def forward(model: FakeModel, collector: PromptLogprobs, work: list[tuple[Sequen
         ScheduledSequence(seq, seq.kind, count, int(count == seq.num_remaining))
         for seq, count in work
     ]
-    found = collector.collect(parts, starts, torch.cat([*hidden, padding]), model.compute_logits)
+    states = torch.cat([*hidden, padding])
+    found = collector.collect(parts, starts, states, lambda rows, _: model.compute_logits(rows))
     for seq, count in work:
         seq.num_computed_tokens += count
     return found and {name: parts.lists() for name, parts in found.items()}

@@ -198,7 +198,7 @@ class Engine:
         repeater = start_thread(self._repeat_wakes, self.fail, "repeat-wakes")
         try:
             while not (plan := self.step()).stop:
-                if not plan.run and not (self._graph_sizes and self.runner.capture_next()):
+                if plan.sleeps and not (self._graph_sizes and self.runner.capture_next()):
                     self._sleep()
         finally:
             self._ended.set()
@@ -214,6 +214,8 @@ class Engine:
         schedule_s = scheduled - started - self._commit_s
         plan = self._vote(batch)
         self.moves.act(plan)
+        if self.scheduler.adapters is not None:
+            self.scheduler.adapters.follow(plan)
         voted = time.perf_counter()
         if plan.run:
             assert batch is not None, "a rank without a batch votes unhealthy"
@@ -276,6 +278,7 @@ class Engine:
             prefill_cap=self._cap_of(batch),
             **draft_vote(self.scheduler.speculator, batch, self._step),
             **self.moves.vote(),
+            **self.scheduler.adapter_vote(batch),
             has_work=self.scheduler.has_work,
             wants_stop=self._stopping,
             health=UNHEALTHY if failure else HEALTHY,
@@ -372,17 +375,14 @@ class Engine:
             self._asleep, self._committed_at = True, 0.0
             self._changed.wait_for(self._must_vote)
             self._asleep = False
-            woken_by_peer = self._woken_by_peer()
+            woken_by_peer = self._awaited_step >= self._step
         if not woken_by_peer:
             self._try_to_wake_peers(self._step)
-
-    def _woken_by_peer(self) -> bool:
-        return self._awaited_step >= self._step
 
     def _must_vote(self) -> bool:
         """Whether a sleeping rank has a reason to vote."""
         failed = self._failure is not None
-        return self._woken_by_peer() or self._stopping or failed or bool(self._inbox)
+        return self._awaited_step >= self._step or self._stopping or failed or bool(self._inbox)
 
     def _repeat_wakes(self) -> None:
         """Wake the peers again while this rank waits in one vote, because a wake is lost with its connection."""

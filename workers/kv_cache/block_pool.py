@@ -17,10 +17,13 @@ from itertools import islice
 _KEY_BYTES = 32
 
 
-def root_key(salt: str) -> bytes:
-    """Return the key before a sequence's first block; sequences with different salts share no blocks."""
+def root_key(salt: str, adapter: int = 0) -> bytes:
+    """Return the key before a sequence's first block; sequences of different salts or adapters share no blocks."""
     data = salt.encode(errors="surrogatepass")  # a lone surrogate is a valid salt
-    return hashlib.blake2b(data, digest_size=_KEY_BYTES, person=b"cache salt").digest()
+    of_adapter = adapter.to_bytes(8, "little")
+    return hashlib.blake2b(
+        data, digest_size=_KEY_BYTES, person=b"cache salt", salt=of_adapter
+    ).digest()
 
 
 def chain_keys(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:

@@ -221,6 +221,7 @@ class KVCacheManager:
         done = len(seq.block_keys)
         if done < num_blocks:
             size = self.block_size
-            parent = seq.block_keys[-1] if done else root_key(seq.request.cache_salt)
+            request = seq.request
+            parent = seq.block_keys[-1] if done else root_key(request.cache_salt, request.adapter)
             token_ids = seq.token_ids[done * size : num_blocks * size]
             seq.block_keys += chain_keys(parent, token_ids, size)

@@ -11,6 +11,7 @@ import torch
 
 from kernels.backends.select import Backends
 from kernels.block_fp8 import BLOCK, Fp8Rows
+from kernels.lora.rows import AdapterRows
 from workers.layers.builder import LayerBuilder
 from workers.layers.rope import norm_and_rotate
 from workers.specs.model import GqaSpec
@@ -61,28 +62,31 @@ class AttentionBlock:
         residual_TD: torch.Tensor,
         hidden_TD: torch.Tensor | None,
         rotation_T1d: torch.Tensor,
+        adapters: AdapterRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """residual_TD is overwritten."""
-        residual_TD, h_TD = self.input_norm.add_for(self.qkv, residual_TD, hidden_TD)
-        qkv_TQ = self.qkv(h_TD)
+        residual_TD, h_TD = self.input_norm.add_for(self.qkv, residual_TD, hidden_TD, adapters)
+        qkv_TQ = self.qkv(h_TD, adapters=adapters)
         if self.q_norm is not None or self.spec.clip_qkv is not None:
             self._norm_and_clip(qkv_TQ)
         if self.gate_size:
             gate_TO, qkv_TQ = qkv_TQ[:, : self.gate_size], qkv_TQ[:, self.gate_size :]
             attended_TO = self._attend(qkv_TQ.view(-1, *self._heads), rotation_T1d).flatten(1)
-            o_TO = self._gated(attended_TO, gate_TO)
+            o_TO = self._gated(attended_TO, gate_TO, adapters)
         else:
             o_TO = self._attend(qkv_TQ.view(-1, *self._heads), rotation_T1d).flatten(1)
         if self.input_norm.triton is not None:
-            return residual_TD, self.o(o_TO, partial=True)
-        return self.o(o_TO, residual_TD), None
+            return residual_TD, self.o(o_TO, partial=True, adapters=adapters)
+        return self.o(o_TO, residual_TD, adapters=adapters), None
 
-    def _gated(self, o_TO: torch.Tensor, gate_TO: torch.Tensor) -> torch.Tensor | Fp8Rows:
+    def _gated(
+        self, o_TO: torch.Tensor, gate_TO: torch.Tensor, adapters: AdapterRows | None
+    ) -> torch.Tensor | Fp8Rows:
         """Return o * sigmoid(gate) in the form that the output projection takes."""
         triton = self.input_norm.triton
         if triton is None or o_TO.shape[1] % BLOCK:
             return o_TO * gate_TO.sigmoid()
-        if self.o.takes_fp8(o_TO):
+        if self.o.takes_fp8(o_TO, adapters):
             return triton.output_gate_fp8(o_TO, gate_TO)
         return triton.output_gate(o_TO, gate_TO)
 

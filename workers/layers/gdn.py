@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from kernels.backends.select import Backends
 from kernels.block_fp8 import BLOCK, Fp8Rows
 from kernels.fused import FusedKernels
+from kernels.lora.rows import AdapterRows
 from workers.layers.builder import LayerBuilder
 from workers.layers.linear import DenseLinear, Linear
 from workers.specs.model import GdnSpec
@@ -65,9 +66,11 @@ class GdnBlock:
         residual_TD: torch.Tensor,
         hidden_TD: torch.Tensor | None,
         rotation_T1r: torch.Tensor,
+        adapters: AdapterRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """residual_TD is overwritten; no value is rotated."""
-        residual_TD, (mixed_TC, gate_TO, b_TV, a_TV) = self._inputs(residual_TD, hidden_TD)
+        residual_TD, inputs = self._inputs(residual_TD, hidden_TD, adapters)
+        mixed_TC, gate_TO, b_TV, a_TV = inputs
         o_TVv = self.linear_attention(
             mixed_TC,
             a_TV,
@@ -79,28 +82,46 @@ class GdnBlock:
         )
         triton = self.input_norm.triton
         if triton is not None:
-            o_TO = self._gated_norm(triton, o_TVv, gate_TO.view(o_TVv.shape))
-            return residual_TD, self.out(o_TO, partial=True)
+            o_TO = self._gated_norm(triton, o_TVv, gate_TO.view(o_TVv.shape), adapters)
+            return residual_TD, self.out(o_TO, partial=True, adapters=adapters)
         normed_TO = self.norm(o_TVv.flatten(0, 1)).view(gate_TO.shape)
-        return self.out(normed_TO.mul_(F.silu(gate_TO)), residual_TD), None
+        gated_TO = normed_TO.mul_(F.silu(gate_TO))
+        return self.out(gated_TO, residual_TD, adapters=adapters), None
 
     def _inputs(
-        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        adapters: AdapterRows | None,
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Return the sum of both, and of its norm q, k and v as one tensor, gate, b and a."""
         if self.inputs is not None:
             residual_TD, h_TD = self.input_norm.add(residual_TD, hidden_TD)
-            return residual_TD, torch.split(self.inputs(h_TD), self._parts, -1)
-        residual_TD, rows_TD, h_TD = self.input_norm.add_for_both(self.qkvz, residual_TD, hidden_TD)
-        qkvz = torch.split(self.qkvz(rows_TD), self._parts[:2], -1)
-        ba = torch.split(self.ba(h_TD), self._parts[2:], -1)
+            in_TJ = self.inputs(h_TD)
+            if adapters is not None:
+                of_qkvz, of_ba = torch.split(
+                    in_TJ, [sum(self._parts[:2]), sum(self._parts[2:])], -1
+                )
+                for linear, out_T in ((self.qkvz, of_qkvz), (self.ba, of_ba)):
+                    if linear.lora is not None:
+                        linear.lora.add_to(out_T, h_TD, adapters)
+            return residual_TD, torch.split(in_TJ, self._parts, -1)
+        residual_TD, rows_TD, h_TD = self.input_norm.add_for_both(
+            self.qkvz, residual_TD, hidden_TD, adapters
+        )
+        qkvz = torch.split(self.qkvz(rows_TD, adapters=adapters), self._parts[:2], -1)
+        ba = torch.split(self.ba(h_TD, adapters=adapters), self._parts[2:], -1)
         return residual_TD, (*qkvz, *ba)
 
     def _gated_norm(
-        self, triton: FusedKernels, o_TVv: torch.Tensor, gate_TVv: torch.Tensor
+        self,
+        triton: FusedKernels,
+        o_TVv: torch.Tensor,
+        gate_TVv: torch.Tensor,
+        adapters: AdapterRows | None,
     ) -> torch.Tensor | Fp8Rows:
         """Return the gated norm of every head in the form that the output projection takes."""
         inputs = o_TVv, gate_TVv, self.norm.weight, self.norm.eps
-        if o_TVv.shape[2] == BLOCK and self.out.takes_fp8(o_TVv.flatten(1)):
+        if o_TVv.shape[2] == BLOCK and self.out.takes_fp8(o_TVv.flatten(1), adapters):
             return triton.gated_rms_norm_fp8(*inputs)
         return triton.gated_rms_norm(*inputs)

@@ -17,30 +17,43 @@ from kernels.block_fp8 import BlockWeights, Fp8Rows
 from kernels.four_bit import FourBitWeights
 from kernels.fused import fused_kernels
 from kernels.gated_activation import gated_activation
+from kernels.lora.product import LoraWeights
+from kernels.lora.rows import AdapterRows
 from kernels.native.dense import dense_kernels
 
 Rows = torch.Tensor | Fp8Rows
 
 
 class Linear(ABC):
-    """x @ weight.T + bias, and the forms of x that the product takes.
+    """x @ weight.T + bias, the products of LoRA adapters beside it, and the forms of x that the product takes.
 
     weight   [N, K], contiguous
     bias     [N] in the model's dtype; None: zeros
+    lora     the slots of adapters; None: the layer takes none
     """
 
     weight: torch.Tensor | BlockWeights | FourBitWeights
     bias: torch.Tensor | None
+    lora: LoraWeights | None = None
 
     def __call__(
-        self, x_TK: Rows, start: torch.Tensor | None = None, *, partial: bool = False
+        self,
+        x_TK: Rows,
+        start: torch.Tensor | None = None,
+        *,
+        partial: bool = False,
+        adapters: AdapterRows | None = None,
     ) -> torch.Tensor:
-        """Return start + x @ weight.T + bias, a new tensor [T, N].
+        """Return start + x @ weight.T + bias, a new tensor [T, N], with the adapters of the rows.
 
-        x        [T, K] in the model's dtype, or the rows that `activate` and norms make for this layer
-        start    a residual [T, N]; None: zeros
-        partial  without start and bias, allow partial sums [P, T, N] for `sum_partials`
+        x         [T, K] in the model's dtype, or the rows that `activate` and norms make for this layer
+        start     a residual [T, N]; None: zeros
+        partial   without start and bias, allow partial sums [P, T, N] for `sum_partials`
+        adapters  of the rows of this forward; None: no row has one, which costs nothing
         """
+        if adapters is not None and self.lora is not None:
+            assert isinstance(x_TK, torch.Tensor), "adapters multiply rows in the model's dtype"
+            return self.lora.add_to(self(x_TK, start), x_TK, adapters)
         if start is None:
             return self._multiply(x_TK, self.bias, partial)
         out_TN = self._multiply(x_TK, start, False)
@@ -50,13 +63,30 @@ class Linear(ABC):
     def _multiply(self, x_TK: Rows, start: torch.Tensor | None, partial: bool) -> torch.Tensor:
         """Return start + x @ weight.T; start is [T, N], or [N] for all rows, or None for zeros."""
 
-    @abstractmethod
-    def takes_fp8(self, x_TK: torch.Tensor) -> bool:
-        """Return whether the product quantises these rows, so that the kernel before may write them in FP8."""
+    def takes_fp8(self, x_TK: torch.Tensor, adapters: AdapterRows | None = None) -> bool:
+        """Return whether the kernel before may write these rows in FP8: the product quantises them, and no adapter
+        reads them.
+        """
+        return self._quantises(x_TK) and (adapters is None or self.lora is None)
 
-    @abstractmethod
-    def activate(self, gate_up_T2I: torch.Tensor, activation: Activation) -> Rows:
+    def activate(
+        self,
+        gate_up_T2I: torch.Tensor,
+        activation: Activation,
+        adapters: AdapterRows | None = None,
+    ) -> Rows:
         """Return activation(gate) * up in the form that this layer takes."""
+        if adapters is not None and self.lora is not None:
+            return gated_activation(gate_up_T2I, activation)
+        return self._activate(gate_up_T2I, activation)
+
+    def _quantises(self, x_TK: torch.Tensor) -> bool:
+        """Return whether the product quantises these rows."""
+        return False
+
+    def _activate(self, gate_up_T2I: torch.Tensor, activation: Activation) -> Rows:
+        """Return activation(gate) * up in the form that the product takes."""
+        return gated_activation(gate_up_T2I, activation)
 
 
 class DenseLinear(Linear):
@@ -83,14 +113,6 @@ class DenseLinear(Linear):
         if start is None or start.dim() == 1:
             return F.linear(x_TK, self.weight, start)
         return torch.addmm(start, x_TK, self._weight_KN)
-
-    def takes_fp8(self, x_TK: torch.Tensor) -> bool:
-        """See Linear."""
-        return False
-
-    def activate(self, gate_up_T2I: torch.Tensor, activation: Activation) -> Rows:
-        """See Linear."""
-        return gated_activation(gate_up_T2I, activation)
 
     def in_float32(self, x_TK: torch.Tensor) -> torch.Tensor:
         """Return x @ weight.T in float32 [T, N], whatever the dtype of both. For layers without a bias.
@@ -122,12 +144,10 @@ class Fp8Linear(Linear):
         out_TN = dense_fp8.multiply(x_TK, self.weight, partial=partial and start is None)
         return out_TN if start is None else out_TN.add_(start)
 
-    def takes_fp8(self, x_TK: torch.Tensor) -> bool:
-        """See Linear."""
+    def _quantises(self, x_TK: torch.Tensor) -> bool:
         return self._fused is not None and not self._fused.takes_skinny(x_TK, self.weight)
 
-    def activate(self, gate_up_T2I: torch.Tensor, activation: Activation) -> Rows:
-        """See Linear."""
+    def _activate(self, gate_up_T2I: torch.Tensor, activation: Activation) -> Rows:
         return dense_fp8.activate(gate_up_T2I, activation)
 
 
@@ -145,11 +165,3 @@ class FourBitLinear(Linear):
         if start is None or start.dim() == 1:
             return dense_four_bit.multiply(x_TK, self.weight, start)
         return dense_four_bit.multiply(x_TK, self.weight).add_(start)
-
-    def takes_fp8(self, x_TK: torch.Tensor) -> bool:
-        """See Linear."""
-        return False
-
-    def activate(self, gate_up_T2I: torch.Tensor, activation: Activation) -> Rows:
-        """See Linear."""
-        return gated_activation(gate_up_T2I, activation)

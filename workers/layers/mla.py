@@ -10,6 +10,7 @@ from typing import Self
 import torch
 
 from kernels.backends.select import Backends
+from kernels.lora.rows import AdapterRows
 from workers.layers.builder import LayerBuilder
 from workers.layers.rope import apply_rope
 from workers.specs.model import MlaSpec
@@ -54,13 +55,15 @@ class MlaBlock:
         residual_TD: torch.Tensor,
         hidden_TD: torch.Tensor | None,
         rotation_T1r: torch.Tensor,
+        adapters: AdapterRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """residual_TD is overwritten."""
-        residual_TD, h_TD = self.input_norm.add_for(self.down, residual_TD, hidden_TD)
-        down_T = self.down(h_TD)
+        residual_TD, h_TD = self.input_norm.add_for(self.down, residual_TD, hidden_TD, adapters)
+        down_T = self.down(h_TD, adapters=adapters)
         if self.down_bias is not None:
             down_T[:, -len(self.down_bias) :] += self.down_bias
-        q_THd, latent_TW = self._queries(down_T[:, : self.q_width]), down_T[:, self.q_width :]
+        q_THd = self._queries(down_T[:, : self.q_width], adapters)
+        latent_TW = down_T[:, self.q_width :]
         if self.attention.fused_store:
             norm = self.kv_norm
             self.attention.store_latents(
@@ -72,13 +75,13 @@ class MlaBlock:
         kv_up_HuC = self.kv_up.view(self.spec.num_heads, -1, self.spec.dims.rank)
         o_TV = self.attention.attend_latent(q_THd, latent_TW, kv_up_HuC, self.layer).flatten(1)
         if self.input_norm.triton is not None:
-            return residual_TD, self.o(o_TV, partial=True)
-        return self.o(o_TV, residual_TD), None
+            return residual_TD, self.o(o_TV, partial=True, adapters=adapters)
+        return self.o(o_TV, residual_TD, adapters=adapters), None
 
-    def _queries(self, q_Tq: torch.Tensor) -> torch.Tensor:
+    def _queries(self, q_Tq: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
         """Return q [T, H, d], not rotated yet."""
         if self.q_norm is not None and self.q_up is not None:
-            q_Tq = self.q_up(self.q_norm(q_Tq))
+            q_Tq = self.q_up(self.q_norm(q_Tq), adapters=adapters)
         return q_Tq.view(len(q_Tq), self.spec.num_heads, self.spec.head_dim)
 
     def _latents(self, latent_TW: torch.Tensor, rotation_T1r: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,11 @@ from typing import Any, Self
 import torch
 
 from kernels.fused import fused_kernels
+from kernels.lora.rows import AdapterRows
 from kernels.routing.expert_map import ExpertMap
 from workers.layers.builder import LayerBuilder
 from workers.specs.model import MlpSpec, SharedExpertSpec
+from workers.step.forward_batch import ForwardBatch
 
 
 class MlpBlock:
@@ -33,12 +35,14 @@ class MlpBlock:
         """Do nothing: the block has no router."""
 
     def forward(
-        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, batch: Any
+        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Padding rows are computed and ignored."""
-        residual_TD, h_TD = self.norm.add_for(self.gate_up, residual_TD, hidden_TD)
-        inner_TI = self.down.activate(self.gate_up(h_TD), self.activation)
-        return self.down(inner_TI, residual_TD), None
+        adapters = batch.adapters
+        residual_TD, h_TD = self.norm.add_for(self.gate_up, residual_TD, hidden_TD, adapters)
+        gate_up_T2I = self.gate_up(h_TD, adapters=adapters)
+        inner_TI = self.down.activate(gate_up_T2I, self.activation, adapters)
+        return self.down(inner_TI, residual_TD, adapters=adapters), None
 
 
 class SharedExpert:
@@ -51,13 +55,16 @@ class SharedExpert:
         self.gate = builder.dense(1, dim) if spec.gated else None
         self._fused = fused_kernels(builder.device.type)
 
-    def add_to(self, residual_TD: torch.Tensor, h_TD: torch.Tensor) -> torch.Tensor:
+    def add_to(
+        self, residual_TD: torch.Tensor, h_TD: torch.Tensor, adapters: AdapterRows | None = None
+    ) -> torch.Tensor:
         """Return residual + the output for h, a new tensor."""
-        inner_TI = self.down.activate(self.gate_up(h_TD), self.activation)
+        gate_up_T2I = self.gate_up(h_TD, adapters=adapters)
+        inner_TI = self.down.activate(gate_up_T2I, self.activation, adapters)
         if self.gate is None:
-            return self.down(inner_TI, residual_TD)
+            return self.down(inner_TI, residual_TD, adapters=adapters)
         logit_T1 = self.gate(h_TD)
-        out_TD = self.down(inner_TI)
+        out_TD = self.down(inner_TI, adapters=adapters)
         if self._fused is not None:
             return self._fused.gated_sum(residual_TD, out_TD, logit_T1)
         return torch.addcmul(residual_TD, out_TD, logit_T1.sigmoid_())

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from kernels.all2all.base import with_slots
 from kernels.backends.select import Backends
+from kernels.lora.experts import ExpertAdapters
 from kernels.routing.expert_map import ExpertMap, kept_runs
 from kernels.routing.forced_routing import ForcedRouting
 from kernels.slot_table import SlotTable
@@ -53,7 +55,10 @@ class MoeBlock:
     wanted   the expert of each slot of this rank
     held     the expert that each slot has the weights of, or FREE; a view by `with_backends` shares the list
     table    the map of the layer; None: slots are experts
+    lora   the slots of adapters of the experts; None: the experts take none
     """
+
+    lora: ExpertAdapters | None = None
 
     def __init__(self, builder: LayerBuilder, spec: MoeSpec, layer: int):
         self.spec = spec
@@ -167,14 +172,18 @@ class MoeBlock:
         buffer_TD = self.all2all.dispatch_buffer(len(residual_TD))
         residual_TD, h_TD = self.norm.add(residual_TD, hidden_TD, buffer_TD)
         slots_TK, topk_weights_TK = self._route(h_TD, batch)
+        if self.all2all.adapters:
+            slots_T = None if self.lora is None else batch.adapter_slots
+            slots_TK, topk_weights_TK = with_slots(slots_TK, topk_weights_TK, slots_T)
         pending = self.all2all.dispatch(h_TD, slots_TK, topk_weights_TK)
         if self.shared is not None:  # computed while the rows travel
-            residual_TD = self.shared.add_to(residual_TD, h_TD)
+            residual_TD = self.shared.add_to(residual_TD, h_TD, batch.adapters)
         expert_input = pending.wait()
         if self.expert_load.counting:
             self.expert_load.add(self._layer, expert_input.offs_e)
+        adapters = None if batch.adapters is None else self.lora
         y_RD = self.grouped_gemm(
-            expert_input, self.w13_e2ID, self.w2_eDI, self.spec.activation, self._biases
+            expert_input, self.w13_e2ID, self.w2_eDI, self.spec.activation, self._biases, adapters
         )
         return residual_TD, self.all2all.combine(y_RD, expert_input.handle).wait()
 

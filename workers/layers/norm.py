@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from kernels.all2all.base import sum_partials
 from kernels.block_fp8 import Fp8Rows
 from kernels.fused import fused_kernels
+from kernels.lora.rows import AdapterRows
 from kernels.native.dense import dense_kernels
 from workers.layers.linear import Linear
 
@@ -96,9 +97,10 @@ class RMSNorm:
         linear: Linear,
         x_TD: torch.Tensor,
         delta_TD: torch.Tensor | None,
+        adapters: AdapterRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | Fp8Rows]:
         """As `add`, with the norm in the form that `linear` takes."""
-        if self.triton is None or not linear.takes_fp8(x_TD):
+        if self.triton is None or not linear.takes_fp8(x_TD, adapters):
             return self.add(x_TD, delta_TD)
         return x_TD, self.triton.add_rms_norm_fp8(x_TD, delta_TD, self.weight, self.eps)
 
@@ -107,9 +109,10 @@ class RMSNorm:
         linear: Linear,
         x_TD: torch.Tensor,
         delta_TD: torch.Tensor | None,
+        adapters: AdapterRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | Fp8Rows, torch.Tensor]:
         """As `add_for`; return the norm in the dtype of x too, the same tensor if that is the form."""
-        if self.triton is None or not linear.takes_fp8(x_TD):
+        if self.triton is None or not linear.takes_fp8(x_TD, adapters):
             x_TD, normed_TD = self.add(x_TD, delta_TD)
             return x_TD, normed_TD, normed_TD
         plain_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)

@@ -7,6 +7,8 @@ T tokens (padding included), L logits rows, D hidden, V vocabulary. Knows nothin
 
 import torch
 
+from kernels.lora.product import EmbeddingLora
+from kernels.lora.rows import AdapterRows
 from workers.layers.builder import LayerBuilder
 from workers.layers.linear import DenseLinear
 from workers.models.layer_stack import LayerStack
@@ -14,7 +16,12 @@ from workers.step.forward_batch import ForwardBatch
 
 
 class DecoderLM(LayerStack):
-    """The model of one rank: all layers between an embedding and a head."""
+    """The model of one rank: all layers between an embedding and a head.
+
+    embedding_lora   the slots of adapters of the embedding; None: it takes none
+    """
+
+    embedding_lora: EmbeddingLora | None = None
 
     def _allocate(self, builder: LayerBuilder) -> None:
         config = self.config
@@ -33,9 +40,11 @@ class DecoderLM(LayerStack):
             return DenseLinear(self.embed_VD)
         return builder.dense(config.vocab_size, config.hidden_size)
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, input_ids: torch.Tensor, adapters: AdapterRows | None = None) -> torch.Tensor:
         """Return the embeddings of int64 [T], a new tensor [T, D]."""
         embedded_TD = torch.embedding(self.embed_VD, input_ids)
+        if adapters is not None and self.embedding_lora is not None:
+            self.embedding_lora.add_to(embedded_TD, input_ids, adapters)
         factor = self.config.embedding_factor
         return embedded_TD if factor == 1.0 else embedded_TD.mul_(factor)
 
@@ -50,21 +59,34 @@ class DecoderLM(LayerStack):
         inputs_embeds   [T, D] in place of the embeddings of batch.input_ids; it is overwritten
         hidden_after    by number of a layer, each set to hidden_TD after the layer
         """
-        residual_TD = self.embed(batch.input_ids) if inputs_embeds is None else inputs_embeds
+        residual_TD = inputs_embeds
+        if residual_TD is None:
+            residual_TD = self.embed(batch.input_ids, batch.adapters)
         return self.run_layers(residual_TD, batch, hidden_after)
 
+    @property
+    def head_takes_adapters(self) -> bool:
+        """Whether logits depend on the adapters of their rows beside the hidden states."""
+        return self.lm_head is not None and self.lm_head.lora is not None
+
     def compute_logits(
-        self, hidden_LD: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        hidden_LD: torch.Tensor,
+        out: torch.Tensor | None = None,
+        adapters: AdapterRows | None = None,
     ) -> torch.Tensor:
         """Return float32 [L, V], in `out` if given, of rows of forward's result; norms these rows only."""
-        return self.project_logits(self.norm(hidden_LD), out)
+        return self.project_logits(self.norm(hidden_LD), out, adapters)
 
     def project_logits(
-        self, normed_LD: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        normed_LD: torch.Tensor,
+        out: torch.Tensor | None = None,
+        adapters: AdapterRows | None = None,
     ) -> torch.Tensor:
         """As `compute_logits`, of rows that are normed already."""
         assert self.lm_head is not None, "the checkpoint has no logits"
-        logits_LV = self.lm_head(normed_LD)
+        logits_LV = self.lm_head(normed_LD, adapters=adapters)
         logits_LV = logits_LV.float() if out is None else out.copy_(logits_LV)
         factor = self.config.logits_factor
         return logits_LV if factor == 1.0 else logits_LV.mul_(factor)

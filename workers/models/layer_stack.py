@@ -19,6 +19,7 @@ import torch
 from kernels import dense_fp8
 from kernels.all2all.base import sum_partials
 from kernels.backends.select import Backends
+from kernels.lora.rows import AdapterRows
 from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
 from workers.layers.builder import STILL, LayerBuilder, Placement
@@ -40,6 +41,7 @@ class Mixer(Protocol):
         residual_TD: torch.Tensor,
         hidden_TD: torch.Tensor | None,
         rotation_T1r: torch.Tensor,
+        adapters: AdapterRows | None = None,
     ) -> Sum: ...
     def with_backends(self, backends: Backends) -> Self: ...
 
@@ -137,7 +139,9 @@ class LayerStack(ABC):
         rotation_T1r = self.rotation(batch.positions)
         hidden_TD = None
         for number, (attention, mlp) in enumerate(self.layers):
-            residual_TD, hidden_TD = attention.forward(residual_TD, hidden_TD, rotation_T1r)
+            residual_TD, hidden_TD = attention.forward(
+                residual_TD, hidden_TD, rotation_T1r, batch.adapters
+            )
             residual_TD, hidden_TD = mlp.forward(residual_TD, hidden_TD, batch)
             if hidden_after is not None and number in hidden_after:
                 residual_TD, hidden_TD = add_hidden(residual_TD, hidden_TD), None

@@ -22,6 +22,7 @@ from kernels.host.processes import start_ticks
 from kernels.routing.expert_map import STANDBY
 from workers.config import RankConfig
 from workers.log import set_up_logging
+from workers.lora_config import LoadedAdapter
 from workers.rank.checkpoint_holder import CheckpointHolder
 from workers.rank.fence import Fence
 from workers.rank.in_thread import in_thread
@@ -116,16 +117,12 @@ class RankActor:
 
     async def membership(self) -> Membership:
         """Return the epoch and the streams, for a supervisor that was restarted."""
-        running = self._step_loop is not None and self._step_loop.running
-        info = self._rank_info if running else None
-        fence, leases = self._fence, self._streams.leases
+        loop, fence, leases = self._step_loop, self._fence, self._streams.leases
+        info = self._rank_info if loop is not None and loop.running else None
         return Membership(self._index, fence.epoch, fence.first, info, leases, self._config)
 
     async def fetch_checkpoint(self, token: str | None) -> None:
-        """Fetch the model of the Hub to this node, if the node lacks files of it. The Hub's client has time limits.
-
-        token   of the Hub; None = that of this node, if it has one
-        """
+        """Fetch the model of the Hub to this node, see CheckpointHolder. The Hub's client has time limits."""
         await asyncio.to_thread(self._holder.fetch, token)
 
     async def checkpoint_files(self) -> CheckpointFiles | None:
@@ -225,9 +222,8 @@ class RankActor:
             await asyncio.to_thread(self._end_waits)
         async with self._joining:
             await asyncio.to_thread(self._close_epoch)
-        for peer in self._peers:
-            peer.close()
-        self._peers = []
+        while self._peers:
+            self._peers.pop().close()
         self._streams.close_all()
 
     def _end_waits(self) -> None:
@@ -312,8 +308,7 @@ class RankActor:
     async def stats(self) -> dict[str, Any]:
         """Return counters and gauges, see workers.stats.stats; `info` holds constants."""
         own = {"rank": self._index, "epoch": self._fence.epoch, "info": self._info}
-        own["stale_messages"] = self._inbox.num_stale
-        return own | self._engine.stats.snapshot()
+        return own | {"stale_messages": self._inbox.num_stale} | self._engine.stats.snapshot()
 
     async def pulse(self) -> Pulse | None:
         """Return the present state of the step loop; None without one. This call is answered in any epoch."""
@@ -321,21 +316,29 @@ class RankActor:
         cpu_s = None if loop is None else loop.cpu_s()
         if current is None or not current.started or cpu_s is None:
             return None
-        stats = current.engine.stats
-        return Pulse(*current.engine.activity(), cpu_s, stats.pace.overdue(), stats.work.total)
+        activity, stats = current.engine.activity(), current.engine.stats
+        return Pulse(*activity, cpu_s, stats.pace.overdue(), stats.work.total)
 
     async def expert_report(self, epoch: int) -> ExpertReport:
         """Return where the experts are, and their recent load on this rank."""
         self._fence.check(epoch)
-        from workers.rank.expert_staging import report
-
-        assert self._process is not None
-        return report(self._process, self._engine.moves, self._engine.stats)
+        report = import_module("workers.rank.expert_staging").report
+        return report(self._process, self._engine.moves, self._engine.stats)  # type: ignore[no-any-return]
 
     async def move_experts(self, epoch: int, move: ExpertMove) -> None:
         """Begin a move, which all ranks commit together, layer by layer. Raises ValueError while another one runs."""
         self._fence.check(epoch)
         self._engine.moves.begin(move)
+
+    async def stage_adapter(self, adapter: LoadedAdapter) -> str:
+        """Read a LoRA adapter into host memory, beside the steps; return the digest of its files."""
+        assert self._process is not None and self._process.adapters is not None, "no rank serves"
+        return await in_thread(self._process.adapters.stage, adapter)
+
+    async def drop_adapter(self, adapter: int) -> None:
+        """Free the host memory of an adapter that no request has any more."""
+        if self._process is not None and self._process.adapters is not None:
+            self._process.adapters.drop(adapter)
 
     async def stop(self, epoch: int) -> None:
         """Vote to stop the loops of the whole group; `done` returns when this rank's loop has ended."""

@@ -10,7 +10,9 @@ from kernels.interface.backend import BackendShape
 from kernels.interface.config import KernelsConfig
 from kernels.interface.registry import ATTENTION, GROUPED_GEMM, backend_class
 from kernels.routing.forced_routing import ForcedRouting
+from workers.adapters.layout import EXPERTS
 from workers.config import RankConfig
+from workers.specs.expert_layout import ExpertLayout
 from workers.specs.model import ModelConfig, weight_map
 from workers.weights.tensors import (
     experts_with_row_scales,
@@ -46,6 +48,7 @@ def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
         fp8_checkpoint=stores_fp8_experts(model),
         four_bit=four_bit_experts(model),
         expert_bias=model.moe.bias,
+        expert_adapters=bool(config.lora.max_loras) and EXPERTS in config.lora.targets,
     )
 
 
@@ -144,3 +147,18 @@ def forced_routing(
         num_ranks=config.num_ranks,
         device=device,
     )
+
+
+def shared_settings(
+    config: RankConfig, selection: Selection, layout: ExpertLayout | None
+) -> dict[str, object]:
+    """Return all settings that must be equal on all ranks, flat, with dotted names."""
+    flat: dict[str, object] = {"torch": torch.__version__}
+    sections = "model scheduler cache kernels overlap speculation experts lora"
+    for section in sections.split():
+        values = getattr(config, section).model_dump()
+        flat.update({f"{section}.{key}": value for key, value in values.items()})
+    flat.update({f"backend.{key}": name for key, name in selection.names().items()})
+    flat.update(num_ranks=config.num_ranks, device=config.device)
+    flat["experts"] = None if layout is None else layout.digest
+    return flat

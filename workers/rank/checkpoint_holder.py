@@ -17,7 +17,10 @@ class CheckpointHolder:
         self._server: CheckpointServer | None = None
 
     def fetch(self, token: str | None) -> None:
-        """Fetch a model of the Hub, see RankActor.fetch_checkpoint."""
+        """Fetch a model of the Hub, if this node lacks files of it. Raises HubError.
+
+        token   of the Hub; None = that of this node, if it has one
+        """
         model = self._model
         if model.revision is None:
             return

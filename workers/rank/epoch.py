@@ -192,7 +192,7 @@ class Epoch:
             with memory_for("attention's workspace"):
                 caches = process.caches.new_kv_caches(1)
                 self._attention_compiled = bind_beside(self.backends.attention, caches)
-        process.load(progress)
+        process.load(progress, self._peers.gather)
         assert process.model is not None
         model = process.model.with_backends(self.backends)
         draft = process.draft_of(self.backends)

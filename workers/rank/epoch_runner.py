@@ -31,6 +31,7 @@ from workers.runner.graph_times import agreed_times
 from workers.runner.model_runner import ModelRunner
 from workers.scheduler.scheduler import Scheduler
 from workers.speculation.synthetic import acceptance_of
+from workers.step.adapter_slots import AdapterSlots
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,10 @@ class RunnerMaker:
             backends = replace(backends, attention=attention)
             model = model.with_backends(backends)
         scheduler = Scheduler(config.scheduler, cache, process.max_model_len)
+        if (store := process.adapters) is not None:
+            scheduler.adapters = AdapterSlots(
+                config.lora.max_loras, store.__contains__, store.write
+            )
         drafts = None
         if self.draft is not None:
             most = config.speculation.num_draft_tokens
@@ -73,6 +78,7 @@ class RunnerMaker:
             ubatches=self.ubatches.wrapper(self.model),
             drafts=drafts,
             acceptance=acceptance_of(config.speculation),
+            adapters=process.adapters is not None,
         )
         return runner, scheduler
 
@@ -94,6 +100,7 @@ class RunnerMaker:
             windows=self.process.model_config.window is not None,
             num_drafts=config.speculation.most_drafts,
             pooling=self.process.pooling,
+            adapters=self.process.adapters is not None,
         )
 
     def graph_sizes(self) -> GraphSizes:
@@ -166,7 +173,7 @@ class RunnerMaker:
             runner,
             scheduler,
             graph_sizes,
-            weight_bytes=process.weight_bytes(),
+            weight_bytes=process.weight_bytes() + process.adapter_bytes,
             kv_bytes=steps.num_blocks * process.caches.block_bytes,
             state_bytes=process.caches.state_bytes,
         )

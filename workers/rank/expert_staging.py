@@ -153,7 +153,8 @@ def begin_serving(
     process: RankProcess, closing: ExitStack, gather: Callable[[Any], Sequence[Any]]
 ) -> tuple[EngineStats, ExpertMoves]:
     """Return the statistics of an epoch and its moves of experts, which `closing` ends. Collective."""
-    stats, experts = process.new_stats(), process.experts
+    process.count_experts()  # from zero: without the rows of the warm-up
+    stats, experts = EngineStats(process.pace), process.experts
     if not experts.movable:
         return stats, ExpertMoves()
     peers = PeerExperts.meet(process.rank, process.dims, experts.handles, gather)

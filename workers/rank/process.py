@@ -25,6 +25,8 @@ from kernels.interface.context import BackendContext
 from kernels.linear_attention.base import LinearStates
 from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
+from workers.adapters.layout import slots_bytes
+from workers.adapters.store import AdapterStore, Gather
 from workers.config import RankConfig, not_for_answers
 from workers.kv_cache.caches import CacheMemory
 from workers.layers.builder import Placement
@@ -32,9 +34,15 @@ from workers.models.decoder import DecoderLM
 from workers.models.layer_stack import LayerStack
 from workers.models.registry import configured_model
 from workers.overlap.rank_overlap import RankOverlap
-from workers.rank.backend_choice import backend_shape, forced_routing, slow_attention
+from workers.rank.backend_choice import (
+    backend_shape,
+    forced_routing,
+    shared_settings,
+    slow_attention,
+)
 from workers.rank.device_memory import memory_for
 from workers.rank.draft_model import DraftChoice, DraftHead, EpochDraft, with_attention
+from workers.rank.rank_adapters import load_adapters
 from workers.rank.rank_experts import RankExperts, take_place
 from workers.rank.rank_info import Progress, RankInfo
 from workers.runner.graph_sizes import GraphSizes, graphs_to_capture
@@ -44,7 +52,6 @@ from workers.specs.expert_layout import ExpertLayout
 from workers.specs.model import ModelConfig
 from workers.speculation.step_times import StepSeconds
 from workers.stats.pace import Pace
-from workers.stats.stats import EngineStats
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import load_weights
 from workers.weights.tensors import rank_weight_bytes
@@ -68,6 +75,7 @@ class RankProcess:
     backends     grouped GEMM and expert load of every epoch; all-to-all and attention belong to the epochs
     model        the weights; an epoch runs them with its own backends
     draft        the draft model that the configuration wants, draft_model its weights; None: there is none
+    adapters     LoRA adapters in host memory, and their slots on the device; None: lora.max_loras is 0
     experts      where the experts are
     caches       KV blocks and states with their contents
     warm         every kernel that a step may need has been compiled here
@@ -95,6 +103,7 @@ class RankProcess:
         self.model: DecoderLM | None = None
         self.draft = DraftChoice.of(config, self.model_config, select.probe(self.device))
         self.draft_model: DraftHead | None = None
+        self.adapters: AdapterStore | None = None
         window = self.model_config.window
         drafting = () if self.draft is None else self.draft.kv_groups
         place = self.selection, self.shape, window, self.device
@@ -147,6 +156,7 @@ class RankProcess:
         if any(names[seam] != name for seam, name in kept if seam != "all2all"):
             # The weights, the caches and the states have the memory order of these backends.
             self.backends, self.model, self.draft_model = None, None, None
+            self.adapters = None
             self.caches.free()
         if self.device.type == "cuda":
             self.warm, self.caches.kv_caches, self.caches.draft_caches = False, [], []
@@ -169,6 +179,7 @@ class RankProcess:
             drafts=drafts,
             rows_per_seq=self.config.speculation.rows_per_seq,
             decodes=self.pooling is None,
+            adapters=bool(self.config.lora.max_loras),
         )
 
     def enter(self, epoch: ClosableEpoch) -> None:
@@ -186,8 +197,11 @@ class RankProcess:
         kept = self.backends
         return replace(built, grouped_gemm=kept.grouped_gemm, expert_load=kept.expert_load)
 
-    def load(self, progress: Progress | None = None) -> None:
-        """Read the weights that this process lacks: all of them once, later those of experts that are new here."""
+    def load(self, progress: Progress | None = None, gather: Gather | None = None) -> None:
+        """Read the weights that this process lacks: all of them once, later those of experts that are new here.
+
+        gather   returns a value of every rank, by which the ranks agree on the adapters; None: there are no peers
+        """
         if self.backends is None:
             self.backends = self._unbound_backends()
         if self.grammars is None:
@@ -200,26 +214,27 @@ class RankProcess:
                 self._load_draft(model, self.backends, progress)
                 self.model = model
             else:
-                forced = self._forced_routing()
-                read = partial(self._read_weights, self.model, progress)
+                forced, model = self._forced_routing(), self.model
+                read = partial(self._read_weights, model, progress)
                 take_place(self.model, self.experts.map, self.rank, forced, read)
-                if self.draft is not None and self.draft_model is not None:
-                    head = self.draft_model
+                if (head := self.draft_model) is not None and self.draft is not None:
                     read = partial(self._read_draft, self.draft, head, progress)
                     take_place(head, self.experts.base, self.rank, forced, read)
             self.experts.reserve(self.model)
-        self._count_experts()
+        if self.config.lora.max_loras:
+            self.adapters = load_adapters(self, gather)
+        self.count_experts()
 
-    def _count_experts(self) -> None:
+    def count_experts(self) -> None:
         """Count the rows of this rank's experts from zero."""
-        assert self.backends is not None, "load() comes first"
-        num_layers, slots = len(self.model_config.layers), self.experts.map.slots_of(self.rank)
-        self.backends.expert_load.allocate(num_layers, len(slots), self.device)
+        assert self.backends is not None
+        size = len(self.model_config.layers), len(self.experts.base.slots_of(self.rank))
+        self.backends.expert_load.allocate(*size, self.device)
 
-    def new_stats(self) -> EngineStats:
-        """Return the statistics of an epoch that begins to serve; the rows of its warm-up do not count."""
-        self._count_experts()
-        return EngineStats(self.pace)
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the slots of adapters on the device."""
+        return slots_bytes(self.model_config, self.config, self.rank)
 
     def _unbound_backends(self) -> select.Backends:
         context = self.backend_context(None)
@@ -332,24 +347,7 @@ class RankProcess:
 
     def settings(self) -> dict[str, object]:
         """Return all settings that must be equal on all ranks, flat, with dotted names."""
-        config = self.config
-        flat: dict[str, object] = {"torch": torch.__version__}
-        for section in (
-            "model",
-            "scheduler",
-            "cache",
-            "kernels",
-            "overlap",
-            "speculation",
-            "experts",
-        ):
-            values = getattr(config, section).model_dump()
-            flat.update({f"{section}.{key}": value for key, value in values.items()})
-        flat.update({f"backend.{key}": name for key, name in self.selection.names().items()})
-        flat.update(num_ranks=config.num_ranks, device=config.device)
-        layout = self.experts.layout
-        flat["experts"] = None if layout is None else layout.digest
-        return flat
+        return shared_settings(self.config, self.selection, self.experts.layout)
 
     def weight_bytes(self) -> int:
         """Return the bytes of this rank's weights."""
@@ -380,21 +378,23 @@ class RankProcess:
             window_blocks=self.caches.demand.window_blocks,
             memory_bytes={
                 "weights": self.weight_bytes(),
+                "adapters": self.adapter_bytes,
                 "kv_cache": self.caches.num_blocks * self.caches.block_bytes,
                 "states": self.caches.state_bytes,
                 "cuda_graphs": graph_bytes,
             },
             stage_seconds=dict(stage_seconds),
+            adapter_errors={} if self.adapters is None else dict(self.adapters.errors),
         )
 
     def close(self) -> None:
         """Close the open epoch, stop the thread that compiles grammars, and release weights and KV memory."""
-        if self.epoch is not None:
-            self.epoch.close()
-        if self.grammars is not None:
-            self.grammars.close()
+        for part in (self.epoch, self.grammars):
+            if part is not None:
+                part.close()
         self.backends, self.model, self.draft_model, self.epoch = None, None, None, None
         self.experts.close()
+        self.adapters = None
         self.caches.free()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -43,6 +43,7 @@ class SignatureError(RuntimeError):
 class RankInfo:
     """The report of a rank when its engine is made. `stage_seconds` is the time of each stage of this epoch.
 
+    adapter_errors  why adapters of the configuration cannot be used, by id
     window_blocks  blocks that a long request needs beside those of its tokens, for layers with a window
     """
 
@@ -54,6 +55,7 @@ class RankInfo:
     memory_bytes: dict[str, int] = field(default_factory=dict)
     stage_seconds: dict[str, float] = field(default_factory=dict)
     window_blocks: int = 0
+    adapter_errors: dict[int, str] = field(default_factory=dict)
 
     @property
     def cache_tokens(self) -> int:

@@ -51,6 +51,7 @@ class WarmUpSteps:
     vocab_size  the token ids of prompts are random below it, because equal ids would all go to the same experts
     windows     layers have windows, and so blocks of their own
     num_drafts  drafts of each sequence in the step that samples most
+    adapters    rows may have adapters: `prefill` runs without and with their products
     pooling     of a model that makes vectors of prompts: its steps have no decodes and no samples; None: it generates
     """
 
@@ -63,6 +64,7 @@ class WarmUpSteps:
     windows: bool = False
     num_drafts: int = 0
     pooling: PoolingParams | None = None
+    adapters: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -76,7 +78,8 @@ class WarmUpSteps:
         length = min(num_tokens, self.max_model_len - 2)
         count = min(num_tokens // length, self.limits.max_num_seqs)
         params = SamplingParams(max_tokens=2)
-        self._run(runner, scheduler, count, length, params)
+        for adapters in (False, True)[: 1 + self.adapters]:
+            self._run(runner, scheduler, count, length, params, adapters=adapters)
 
     def cut_prompt(self, runner: ModelRunner, scheduler: Scheduler) -> None:
         """Run prompts that exceed a step: the rest of the last one runs beside decodes, and reads cached tokens."""
@@ -106,6 +109,8 @@ class WarmUpSteps:
         length: int,
         params: SamplingParams,
         num_drafts: int = 0,
+        *,
+        adapters: bool = False,
     ) -> None:
         started = time.perf_counter()
         prompts = np.random.default_rng(length).integers(self.vocab_size, size=(count, length))
@@ -131,6 +136,7 @@ class WarmUpSteps:
                     padded,
                     draft_steps=self.num_drafts,  # of a draft model, if the runner has one
                     draft_rows=int(np.count_nonzero(batch.num_logits)),
+                    adapters=adapters,
                 )
                 output = runner.launch(batch, plan)
                 scheduler.launched(batch)

@@ -84,6 +84,7 @@ def _aligned(size: int) -> int:
 class ForwardBatchBuilder:
     """Owns the buffers of one rank. `max_num_tokens` bounds T, `max_num_seqs` bounds B.
 
+    adapters      sequences may have adapters
     last_tokens   int64 [table rows and more], the token drawn last in each row, and drafts, for sequences with tokens
                   that are not yet on the host; None: there are no such sequences
     """
@@ -96,10 +97,11 @@ class ForwardBatchBuilder:
         max_num_seqs: int,
         device: torch.device,
         *,
+        adapters: bool = False,
         last_tokens: torch.Tensor | None = None,
     ):
         self.last_tokens, self.max_num_tokens = last_tokens, max_num_tokens
-        self._table, self._cache = table, cache
+        self._table, self._cache, self._adapters = table, cache, adapters
         largest: dict[Axis, int] = {
             "row": max_num_tokens,
             "token": max_num_tokens,
@@ -107,12 +109,21 @@ class ForwardBatchBuilder:
             "logits": max_num_tokens,
             "block": cache.max_blocks,
         }
-        self._staging = _Staging(ForwardBatch, largest, device, OPTIONAL - cache.batch_fields)
+        omitted = OPTIONAL - cache.batch_fields - ({"adapter_slots"} if adapters else set())
+        self._staging = _Staging(ForwardBatch, largest, device, omitted)
 
-    def build(self, batch: ScheduledBatch, num_rows: int, *, graph: bool = False) -> ForwardBatch:
+    def build(
+        self,
+        batch: ScheduledBatch,
+        num_rows: int,
+        *,
+        graph: bool = False,
+        adapters: bool = False,
+    ) -> ForwardBatch:
         """Return the tensors of `batch`, padded to `num_rows` rows.
 
-        graph   for a CUDA graph: it resolves pending tokens itself and reads the number of tokens on the device
+        graph      for a CUDA graph: it resolves pending tokens itself and reads the number of tokens on the device
+        adapters   rows may have adapters, on this rank or on another one
         """
         table = self._table
         num_seqs, num_tokens = len(batch.seqs), batch.num_tokens
@@ -137,8 +148,11 @@ class ForwardBatchBuilder:
                 "positions": positions,
                 "logits_indices": query_start_loc[batch.logits_seqs + 1] - 1 - batch.logits_behind,
                 "sampling_rows": sampling_rows,
-            },
+            }
+            | self._slots(row_of_token),
         )
+        if not adapters:
+            device.pop("adapter_slots", None)
         if not graph:
             device["num_token_non_padded"] = num_tokens
             if self.last_tokens is not None:
@@ -155,6 +169,11 @@ class ForwardBatchBuilder:
             sampling_positions_cpu=ends[batch.logits_seqs] - batch.logits_behind,
             **device,
         )
+
+    def _slots(self, row_of_token: np.ndarray) -> dict[str, np.ndarray]:
+        if not self._adapters:
+            return {}
+        return {"adapter_slots": self._table.adapter_slots[row_of_token]}
 
 
 def _spread(

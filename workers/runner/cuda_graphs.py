@@ -142,7 +142,7 @@ class StepGraphs:
         """
         key = None
         if plan.graph_mode:
-            key = GraphKey(plan.graph_mode, plan.padded_tokens, plan.ubatch)
+            key = GraphKey(plan.graph_mode, plan.padded_tokens, plan.ubatch, adapters=plan.adapters)
         passes = () if self._drafts is None else self._drafts.keys_of(plan)
         for wanted in filter(None, (key, *passes)):
             self.require(wanted)
@@ -166,7 +166,7 @@ class StepGraphs:
         """
         now = set(keys)
         if self.on_demand:
-            largest = {(key.mode, key.ubatch, key.drafts): key for key in sorted(now)}
+            largest = {(key.mode, key.ubatch, key.drafts, key.adapters): key for key in sorted(now)}
             self._postponed |= now
             now = set(largest.values())
         return self.capture(now, progress)
@@ -279,7 +279,7 @@ class StepGraphs:
 
     def _capture(self, key: GraphKey, form: GraphForm, *, run: bool) -> CapturedGraph:
         """Capture one graph. With `run` the forward first runs eagerly, so that kernels compile and allocate there."""
-        batch = self._builder.build(_IDLE, key.rows, graph=True)
+        batch = self._builder.build(_IDLE, key.rows, graph=True, adapters=key.adapters)
         self._plan_dummy(key, form)
         if key.drafts:
             assert self._drafts is not None, "there is no draft model"
@@ -359,5 +359,6 @@ class StepGraphs:
             kept_TD[: key.rows].copy_(after[layer])
         self._hidden_TD[: key.rows].copy_(hidden_TD)
         if key.mode.gives_logits:
-            self._model.compute_logits(hidden_TD, out=self._logits_TV[: key.rows])
+            out_TV = self._logits_TV[: key.rows]
+            self._model.compute_logits(hidden_TD, out=out_TV, adapters=resolved.adapters)
         self._expert_load.finish()

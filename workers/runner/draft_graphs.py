@@ -96,7 +96,8 @@ class DraftGraphs:
     def keys(self) -> list[GraphKey]:
         """Return the keys of all graphs."""
         steps = self._sizes.whole_steps()
-        first = [key._replace(drafts=1) for key in steps if self._captures(key.mode)]
+        steps = [key for key in steps if self._captures(key.mode) and not key.adapters]
+        first = [key._replace(drafts=1) for key in steps]
         return [*first, *self._sizes.further_passes()]
 
     def keys_of(self, plan: StepPlan) -> tuple[GraphKey | None, GraphKey | None]:

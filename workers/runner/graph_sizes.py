@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from kernels.backends.select import Selection
-from workers.config import Auto, SchedulerConfig
+from workers.config import SchedulerConfig
+from workers.section import Auto
 from workers.step.step_sync import GRAPH_ROWS, ForwardMode, GraphMode
 
 # Rows up to which a step with prompts is bound by reading weights, so that one size an octave is enough.
@@ -27,12 +28,14 @@ class GraphKey(NamedTuple):
 
     drafts   0: the forward of the model; 1: the first pass of a draft model behind it. Of mode DRAFT: tokens that the
              draft model's passes draft of each row
+    adapters  it adds the products of adapters
     """
 
     mode: GraphMode
     rows: int
     ubatch: bool = False
     drafts: int = 0
+    adapters: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class GraphSizes:
 
     draft         sequences in the graphs of a draft model's further passes, behind its first pass over all rows
     draft_tokens  most tokens that these graphs draft of each sequence
+    adapters      each graph of a forward exists without and with the products of adapters
     """
 
     decode: tuple[int, ...] = ()
@@ -48,6 +52,7 @@ class GraphSizes:
     verify: tuple[int, ...] = ()
     draft: tuple[int, ...] = ()
     draft_tokens: int = 0
+    adapters: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.mixed)
@@ -60,7 +65,8 @@ class GraphSizes:
             parts.append(f"{self.verify[-1]} rows of decodes with drafts ({_count(self.verify)})")
         if self.mixed:
             parts.append(f"steps of up to {self.mixed[-1]} tokens ({_count(self.mixed)})")
-        return " and ".join(parts)
+        text = " and ".join(parts)
+        return f"{text}, without and with adapters" if self.adapters else text
 
     @property
     def largest(self) -> int:
@@ -76,7 +82,8 @@ class GraphSizes:
         """Return the keys of all graphs of whole steps."""
         decodes = [GraphKey(GraphMode.DECODE, rows) for rows in self.decode]
         verify = [GraphKey(GraphMode.VERIFY, rows) for rows in self.verify]
-        return [*decodes, *verify, *(GraphKey(GraphMode.MIXED, rows) for rows in self.mixed)]
+        found = [*decodes, *verify, *(GraphKey(GraphMode.MIXED, rows) for rows in self.mixed)]
+        return found + [key._replace(adapters=True) for key in found if self.adapters]
 
     def further_passes(self) -> list[GraphKey]:
         """Return the keys of the graphs of a draft model's further passes, for each number of drafts up to four."""
@@ -159,6 +166,7 @@ def graphs_to_capture(
     rows_per_seq: int = 1,
     decodes: bool = True,
     drafts: bool = False,
+    adapters: bool = False,
 ) -> GraphSizes:
     """Return the sizes of a rank's graphs; none where graphs are off or unavailable.
 
@@ -166,6 +174,7 @@ def graphs_to_capture(
     rows_per_seq   most rows of a sequence that decodes, its drafts included; from 2 on there are VERIFY graphs
     decodes        whether the model decodes
     drafts         whether all passes of a draft model can be captured
+    adapters       whether sequences may have adapters
 
     Raises GraphsUnavailableError if the configuration demands graphs that are unavailable.
     """
@@ -182,8 +191,9 @@ def graphs_to_capture(
         verify = _cut(sizes, max_verify) if max_verify else ()
     if not decodes:
         decode = verify = ()
-    draft = (decode, rows_per_seq - 1) if drafts and decode else ()
-    return GraphSizes(decode, all_steps if mixed else (), verify, *draft)
+    draft, draft_tokens = (decode, rows_per_seq - 1) if drafts and decode else ((), 0)
+    steps = all_steps if mixed else ()
+    return GraphSizes(decode, steps, verify, draft, draft_tokens, adapters)
 
 
 def _cut(sizes: Sequence[int], max_rows: int) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from workers.runner.draft_passes import DraftPasses
 from workers.runner.draft_rows import DraftRows
 from workers.runner.draft_store import DraftStore, StepDrafts
 from workers.runner.graph_sizes import GraphKey, GraphSizes
+from workers.runner.row_logits import batch_logits, prompt_logits
 from workers.sampling.grammar_bitmask import GrammarBitmasks, PendingBitmask
 from workers.sampling.logprobs import PromptLogprobs
 from workers.sampling.sampler import SampledTokens, Sampler
@@ -59,6 +60,7 @@ class ModelRunner:
     graphs         captured forwards, for plans with a `graph_mode`
     drafts         passes of a draft model behind each step; None: there is none
     acceptance     of drafts in place of a comparison with the draws
+    adapters       sequences may have adapters
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class ModelRunner:
         ubatches: UBatchWrapper | None = None,
         drafts: DraftPasses | None = None,
         acceptance: SyntheticAcceptance | None = None,
+        adapters: bool = False,
     ):
         self.model = model
         self.drafts, self._acceptance = drafts, acceptance
@@ -110,7 +113,13 @@ class ModelRunner:
             drafts.last_tokens = self._last_tokens
             self._store = DraftStore(table, num_drafts, self._last_tokens)
         self._builder = ForwardBatchBuilder(
-            table, cache, max_num_tokens, max_num_seqs, device, last_tokens=self._last_tokens
+            table,
+            cache,
+            max_num_tokens,
+            max_num_seqs,
+            device,
+            adapters=adapters,
+            last_tokens=self._last_tokens,
         )
 
     @torch.inference_mode()
@@ -124,7 +133,9 @@ class ModelRunner:
         started = time.perf_counter()
         self._admit(scheduled)
         num_rows = plan.tokens_to_run(self._rank)
-        batch = self._builder.build(scheduled, num_rows, graph=key is not None)
+        batch = self._builder.build(
+            scheduled, num_rows, graph=key is not None, adapters=plan.adapters
+        )
         self._copy_states(scheduled.state_copies)
         forward = self._plan(batch, plan, key)
         mask = self._start_mask(scheduled) if self._met_grammar else None
@@ -221,10 +232,9 @@ class ModelRunner:
         """
         hidden_TD, _, _, counts_Ls = forwarded
         # A step that completes a prompt also samples its first token.
-        prompts = self._prompt_logprobs.collect(
-            scheduled.parts, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
-        )
-        vectors = self._pooling.collect(scheduled, batch.query_start_loc_cpu, hidden_TD)
+        starts, rows = batch.query_start_loc_cpu, partial(prompt_logits, self.model)
+        prompts = self._prompt_logprobs.collect(scheduled.parts, starts, hidden_TD, rows)
+        vectors = self._pooling.collect(scheduled, starts, hidden_TD)
         clock.mark()
 
         copy = HostCopies(self._copy_stream)
@@ -348,20 +358,14 @@ class ModelRunner:
         self._expert_load.begin()
         hidden_TD = model.forward(batch, hidden_after=after) if after else model.forward(batch)
         self._expert_load.finish()
-        return hidden_TD, self._logits(hidden_TD, batch), after
+        return hidden_TD, batch_logits(self.model, hidden_TD, batch), after
 
     def _replay(self, graph: ForwardGraph, batch: ForwardBatch) -> Ran:
         graph.graph.replay()
         logits_LV = graph.logits(batch)
         if logits_LV is None:
-            logits_LV = self._logits(graph.hidden_TD, batch)
+            logits_LV = batch_logits(self.model, graph.hidden_TD, batch)
         return graph.hidden_TD, logits_LV, graph.hidden_after
-
-    def _logits(self, hidden_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
-        """Return the float32 logits of batch.logits_indices; None without any."""
-        if not len(batch.logits_indices):
-            return None
-        return self.model.compute_logits(hidden_TD[batch.logits_indices])
 
     def _sample(
         self,

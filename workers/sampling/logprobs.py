@@ -15,8 +15,8 @@ from kernels.host.host_copy import to_device
 from workers.step.sequence import PROMPT, ScheduledSequence, Sequence
 from workers.wire.request import TokenLogprobs
 
-# From hidden states [N, D] to logits float32 [N, V].
-ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
+# From hidden states [N, D] of a sequence, and the slot of its adapter, to logits float32 [N, V].
+ComputeLogits = Callable[[torch.Tensor, int], torch.Tensor]
 ToHost = Callable[[torch.Tensor], torch.Tensor]
 
 # Rows of logits that exist at one time, because the logits of a whole prompt take 2.5 GB (4096 x 152k float32).
@@ -143,7 +143,8 @@ class PromptLogprobs:
             targets = prompt[found.num_targets + 1 : found.num_targets + 1 + last - first]
             num_top = seq.request.params.prompt_logprobs
             assert num_top is not None, "admit keeps only sequences that report their prompt"
-            found.parts += _of_targets(targets, num_top, hidden_TD[first:last], compute_logits)
+            rows_ND = hidden_TD[first:last]
+            found.parts += _of_targets(targets, num_top, rows_ND, seq.adapter_slot, compute_logits)
             found.num_targets += len(targets)
             if part.num_logits:  # of the last token of the prompt
                 complete[seq.request.request_id] = self._unfinished.pop(seq.row)
@@ -151,7 +152,11 @@ class PromptLogprobs:
 
 
 def _of_targets(
-    targets: list[int], num_top: int, hidden_ND: torch.Tensor, compute_logits: ComputeLogits
+    targets: list[int],
+    num_top: int,
+    hidden_ND: torch.Tensor,
+    adapter_slot: int,
+    compute_logits: ComputeLogits,
 ) -> list[LogprobTensors]:
     """Return the log-probabilities of `targets`: hidden_ND[i] predicts targets[i], further rows are ignored."""
     found: list[LogprobTensors] = []
@@ -159,5 +164,6 @@ def _of_targets(
         ids = np.array(targets[first : first + MAX_LOGITS_ROWS], dtype=np.int64)
         rows_ND, ids_N = hidden_ND[first : first + len(ids)], to_device(ids, hidden_ND.device)
         # The logits have no name here, so that those of two parts never exist at one time.
-        found.append(token_logprobs(compute_logits(rows_ND), ids_N, [num_top] * len(ids)))
+        tops = [num_top] * len(ids)
+        found.append(token_logprobs(compute_logits(rows_ND, adapter_slot), ids_N, tops))
     return found

@@ -26,6 +26,7 @@ from workers.kv_cache.group import Prefix
 from workers.kv_cache.manager import KVCacheManager
 from workers.sampling import no_token
 from workers.speculation.speculator import Speculator
+from workers.step.adapter_slots import AdapterSlots
 from workers.step.grammar import Grammar
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.sequence import (
@@ -50,6 +51,7 @@ class Scheduler:
 
     cache        memory of the running sequences, with the contents that an earlier scheduler has left, all free
     speculator   drafts tokens of sequences that decode; None: every sequence gets one token a step
+    adapters     slots of LoRA adapters; None: no sequence has one
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager, max_model_len: int):
@@ -65,6 +67,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_invalid = 0  # requests that ended because of their logits
         self.speculator: Speculator | None = None
+        self.adapters: AdapterSlots | None = None
+        self._slot_users: Counter[int] = Counter()  # running sequences by slot
+        self._adapter_wanted = 0
 
     @property
     def has_work(self) -> bool:
@@ -117,6 +122,18 @@ class Scheduler:
             for seq in self.running
         )
 
+    def adapter_vote(self, batch: ScheduledBatch | None) -> dict[str, int]:
+        """Return the fields of this rank's Vote that concern adapters."""
+        if self.adapters is None:
+            return {}
+        return {
+            "adapter_rows": batch is not None and batch.has_adapters,
+            "adapter_slots": sum(
+                1 << (slot - 1) for slot, users in self._slot_users.items() if users
+            ),
+            "adapter_wanted": self._adapter_wanted,
+        }
+
     def schedule(self, prefill_cap: int = 0) -> ScheduledBatch:
         """Choose this step's sequences and allocate their memory.
 
@@ -125,6 +142,7 @@ class Scheduler:
         While tokens are pending the batch may be empty although there is work: then `commit` comes first.
         """
         budget = self._config.max_num_batched_tokens
+        self._adapter_wanted = 0
         if self.speculator is not None:
             self._draft(self.speculator, budget)
         prompts = prefill_cap if prefill_cap and self._config.chunked_prefill else budget
@@ -267,13 +285,15 @@ class Scheduler:
                 f"prompt of {length} tokens plus up to {total - length} new ones needs {need} KV blocks; "
                 f"this rank has {self.cache.num_blocks} (cache.num_blocks)"
             )
+        if request.adapter and not (self.adapters and self.adapters.is_loaded(request.adapter)):
+            return "the adapter of the request is not loaded on this rank; its log has the reason"
         num_emitted = len(request.emitted_token_ids)
         if num_emitted and num_emitted >= total - length:
             return f"{num_emitted} tokens were emitted of at most {total - length}: the request has ended"
         return None
 
     def _admit(self, budget: int, work: list[ScheduledSequence]) -> None:
-        index = 0  # sequences before it wait for blocks of another sequence
+        index = 0  # sequences before it wait for blocks of another sequence, or for a slot
         while index < min(len(self.waiting), MAX_HELD_BACK) and budget:
             if len(self.running) == self._config.max_num_seqs:
                 break
@@ -289,12 +309,29 @@ class Scheduler:
                 break
             if not self.cache.fits(seq, prefix):
                 break
+            if not self._take_slot(seq):
+                index += 1
+                continue
             del self.waiting[index]
             self._start(seq, prefix, num_new)
             if self._config.chunked_prefill:
                 num_new = self.cache.chunk(seq, num_new)
             work.append(_part(seq, PROMPT, num_new))
             budget -= num_new
+
+    def _take_slot(self, seq: Sequence) -> bool:
+        """Give `seq` the slot of its adapter; return False if it has to wait for one."""
+        if self.adapters is None:
+            return True
+        slot = self.adapters.slot_of(seq.request.adapter)
+        if slot is None:
+            if not self._adapter_wanted and self.adapters.wants(seq.request.adapter):
+                self._adapter_wanted = seq.request.adapter
+            return False
+        seq.adapter_slot = slot
+        if slot:
+            self._slot_users[slot] += 1
+        return True
 
     def _start(self, seq: Sequence, prefix: Prefix, num_new: int) -> None:
         """Run `seq` from the end of its `prefix`; `num_new` tokens come first."""
@@ -329,6 +366,9 @@ class Scheduler:
             self._admitted.remove(seq)
         self.cache.release(seq)
         self.table.remove(seq)
+        if seq.adapter_slot:
+            self._slot_users[seq.adapter_slot] -= 1
+            seq.adapter_slot = 0
 
 
 def _advance(grammar: Grammar | None, token_ids: list[int]) -> str | None:

@@ -4,12 +4,14 @@ T rows (padding included), B sequences, L rows with logits.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
 
 from kernels.attention.batch import AttentionBatch, Shape
+from kernels.lora.rows import AdapterRows
 from workers.step.step_sync import ForwardMode
 
 
@@ -28,6 +30,7 @@ class ForwardBatch(AttentionBatch):
     sampling_positions_cpu int64 [L]: position of the token to be drawn
     spread_copies          rows take all copies of their experts in turn, because prompts bring many rows; otherwise one
                            copy of each expert, because decodes read weights
+    adapter_slots          int64 [T]: slot of each row's adapter, 0 for none; None: no row of any rank has an adapter
     """
 
     num_token_non_padded: Annotated[int | torch.Tensor, Shape()]
@@ -38,6 +41,7 @@ class ForwardBatch(AttentionBatch):
     sampling_rows_cpu: Annotated[np.ndarray, Shape("logits")]
     sampling_positions_cpu: Annotated[np.ndarray, Shape("logits")]
     spread_copies: bool = True
+    adapter_slots: Annotated[torch.Tensor | None, Shape("row")] = None
 
     @property
     def forward_mode(self) -> ForwardMode:
@@ -48,6 +52,11 @@ class ForwardBatch(AttentionBatch):
     def num_rows(self) -> int:
         """T."""
         return len(self.input_ids)
+
+    @cached_property
+    def adapters(self) -> AdapterRows | None:
+        """The rows by their adapters; None: no row of any rank has one."""
+        return None if self.adapter_slots is None else AdapterRows.of(self.adapter_slots)
 
     def resolved(self, last_tokens: torch.Tensor | None) -> Self:
         """Return the batch with tokens in place of all references to `last_tokens`, int64 [at least table rows]."""

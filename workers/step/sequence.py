@@ -75,6 +75,7 @@ class Sequence:
     num_pending        tokens that launched steps draw, at most, and that the host does not have yet
     needs_last_token   its logits processors or its grammar read the last token on the host
     speculates         a drafter reads the last token on the host before the next step
+    adapter_slot       slot of its adapter while it has a row; 0: it has none
     finished           the request has ended; outputs of launched steps are dropped
     """
 
@@ -96,6 +97,7 @@ class Sequence:
     num_pending: int = 0
     needs_last_token: bool = False
     speculates: bool = False
+    adapter_slot: int = 0
     finished: bool = False
 
     @classmethod
@@ -153,8 +155,8 @@ class Sequence:
 class InputBatch:
     """Tokens of the running sequences, one row each, so that a batch is gathered without Python loops.
 
-    token_ids int32 [rows, max_model_len]; num_computed_tokens int64 [rows]. The groups of the KV cache keep what they
-    have of each sequence by its row too.
+    token_ids int32 [rows, max_model_len]; num_computed_tokens and adapter_slots int64 [rows]. The groups of the KV
+    cache keep what they have of each sequence by its row too.
 
     In place of a pending token, token_ids holds -1 - row: a forward finds the token on the device by that number. In
     place of draft k of K of a row, it may hold -1 - rows - (row * K + k).
@@ -163,6 +165,7 @@ class InputBatch:
     def __init__(self, num_rows: int, max_model_len: int):
         self.token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
         self.num_computed_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.adapter_slots = np.zeros(num_rows, dtype=np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
@@ -172,6 +175,7 @@ class InputBatch:
         seq.decode_part = ScheduledSequence(seq, DECODE, 1, 1)
         self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
         self.num_computed_tokens[seq.row] = seq.num_computed_tokens
+        self.adapter_slots[seq.row] = seq.adapter_slot
 
     def remove(self, seq: Sequence) -> None:
         """Free the row of `seq`."""

@@ -7,6 +7,8 @@ that differs between ranks may influence a branch that leads to a collective.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from functools import reduce
+from operator import or_
 from typing import Any, Protocol
 
 import numpy as np
@@ -109,6 +111,9 @@ class Vote:
     move          number of the move of experts that the rank stages; 0 without one
     move_staged   1 + position in the move of the layer that the rank has staged; 0 if it still stages
     move_cancel   number of a move that the rank wants to be cancelled; 0 without one
+    adapter_rows  the step has rows with adapters on the rank
+    adapter_slots  slots of the adapters of its running sequences, slot s as bit s - 1
+    adapter_wanted  id of an adapter that a waiting sequence needs in a slot; 0 = none
     has_work      requests wait or run on the rank, scheduled or not
     health        HEALTHY, or another number: then the group stops with the rank's number and reason
     """
@@ -127,6 +132,9 @@ class Vote:
     move: int = 0
     move_staged: int = 0
     move_cancel: int = 0
+    adapter_rows: int = 0
+    adapter_slots: int = 0
+    adapter_wanted: int = 0
     has_work: int = 0
     wants_stop: int = 0
     health: int = HEALTHY
@@ -166,6 +174,9 @@ class StepPlan:
     move_commit           position in the move of experts of the layer that all ranks commit before this step
     move_cancelled        number of the move that all ranks cancel before this step; 0 = none
     move_late             ranks that have not staged the next layer of the cancelled move
+    adapters              a rank has rows with adapters
+    adapter_slots         slots of the adapters of running sequences of any rank, as in Vote
+    adapters_wanted       ids of adapters that are to come into slots, in the order of the ranks
     """
 
     run: bool
@@ -182,6 +193,14 @@ class StepPlan:
     move_commit: int | None = None
     move_cancelled: int = 0
     move_late: tuple[int, ...] = ()
+    adapters: bool = False
+    adapter_slots: int = 0
+    adapters_wanted: tuple[int, ...] = ()
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether no rank has anything to do, now or in the next step."""
+        return not self.run and not self.adapters_wanted
 
     def tokens_to_run(self, rank: int) -> int:
         """Return the rows of `rank`'s forward with padding; at least one, because idle ranks run along."""
@@ -228,9 +247,11 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
     if any(columns["wants_stop"]):
         return StepPlan(False, tuple(num_tokens), stop=True)
     if not any(num_tokens):
-        # A scheduler with work always schedules tokens once no step is in flight.
-        assert not any(columns["has_work"]), f"ranks have work but no tokens: {columns}"
-        return StepPlan(False, tuple(num_tokens), **_move(columns))
+        # A scheduler with work schedules tokens once no step is in flight, unless adapters have to come into slots.
+        assert any(columns["adapter_wanted"]) or not any(columns["has_work"]), (
+            f"ranks have work but no tokens: {columns}"
+        )
+        return StepPlan(False, tuple(num_tokens), **_adapters(columns), **_move(columns))
 
     graph_mode, padded = _graph(columns)
     ubatch = all(columns["wants_ubatch"]) and _last_ubatch_has_tokens(
@@ -249,7 +270,17 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         draft_rows=max(columns["draft_rows"]),
         load_step=columns["step"][0] if columns["step"][0] % LOAD_STEPS < 2 else None,
         **_move(columns),
+        **_adapters(columns),
     )
+
+
+def _adapters(columns: dict[str, list[int]]) -> dict[str, Any]:
+    """Return the fields of a plan that concern adapters."""
+    return {
+        "adapters": any(columns["adapter_rows"]),
+        "adapter_slots": reduce(or_, columns["adapter_slots"]),
+        "adapters_wanted": tuple(filter(None, columns["adapter_wanted"])),
+    }
 
 
 def _graph(columns: dict[str, list[int]]) -> tuple[GraphMode, int]:

@@ -106,6 +106,7 @@ class EngineRequest:
 
     priority           smaller values run first; equal values run in order of arrival
     cache_salt         only requests of one salt share cached prefixes
+    adapter            id of the LoRA adapter of all its tokens; 0: none. Only requests of one adapter share prefixes
     emitted_token_ids  output tokens that an earlier epoch sent: they count as output everywhere, and only tokens
                        after them are published
     on_trial           the rank runs it alone among requests without a token, until its first token
@@ -118,6 +119,7 @@ class EngineRequest:
     pooling: PoolingParams | None = None
     priority: int = 0
     cache_salt: str = ""
+    adapter: int = 0
     emitted_token_ids: list[int] = field(default_factory=list)
     on_trial: bool = False
 

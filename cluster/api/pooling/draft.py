@@ -42,6 +42,7 @@ class PoolingDraft:
     prompts: "list[array[int]]"
     params: PoolingParams
     shape: AnswerShape
+    model: str | None
     priority: int | None
     cache_salt: str | None
     request_id: str | None
@@ -126,7 +127,7 @@ class PoolingDrafter:
     def _of_inputs(
         self, request: InputFields, body: dict[str, Any], shape: AnswerShape
     ) -> PoolingDraft:
-        check_model(request.model, self._engine.model_name)
+        check_model(request.model, self._engine)
         dimensions = getattr(request, "dimensions", None)
         if dimensions is not None:
             self._check_dimensions(dimensions)
@@ -168,7 +169,7 @@ class PoolingDrafter:
         shape: Any,
     ) -> PoolingDraft:
         """Return the draft of the scores of `seconds` by the first text, or by one of `firsts` each."""
-        check_model(request.model, self._engine.model_name)
+        check_model(request.model, self._engine)
         for texts, param in zip((firsts, seconds), params, strict=True):
             for text in texts:
                 check_text(text, param)
@@ -210,6 +211,7 @@ class PoolingDrafter:
                 token_ids=token_ids, dimensions=dimensions, normalize=normalize
             ),
             shape=shape,
+            model=request.model,
             priority=request.priority,
             cache_salt=request.cache_salt,
             request_id=request.request_id,

@@ -65,7 +65,7 @@ def prepare_pooling(
     generation = Generation(
         response_id=response_id,
         is_chat=False,
-        model=backend.model_name,
+        model=draft.model or backend.model_name,
         system_fingerprint=settings.system_fingerprint,
         stream=False,
         include_usage=False,
@@ -83,6 +83,6 @@ def prepare_pooling(
         ],
         num_choices_per_prompt=1,
         num_prompt_tokens=draft.num_tokens,
-        routing=routing_of(draft.priority, draft.cache_salt, backend, sender),
+        routing=routing_of(draft, backend, sender),
     )
     return generation, PoolingWriter(generation, draft.shape)

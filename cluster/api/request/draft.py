@@ -25,29 +25,32 @@ from cluster.api.tokenizer import ServingTokenizer, TokenizerSource, load_tokeni
 from cluster.errors import BadRequestError, ContextLengthError, NotFoundError
 from workers.wire.request import SamplingParams
 
+MAX_NAMED = 20  # adapters in an error
 DEFAULT_COMPLETION_TOKENS = 16  # the public API's own default
 # Fields that a generation reads; the others are in the draft in another form, and may be large.
 _SMALL_FIELDS = frozenset(
     (
         *("n", "seed", "stream", "stream_options", "echo", "skip_special_tokens", "request_id"),
         *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "prompt_logprobs"),
-        *("return_tokens_as_token_ids", "return_token_ids", "priority", "cache_salt"),
+        *("return_tokens_as_token_ids", "return_token_ids", "priority", "cache_salt", "model"),
     )
 )
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The model and its limits, in tokens, as `EngineBackend` has them."""
+    """The model, the names of its adapters and its limits, in tokens, as `EngineBackend` has them."""
 
     model_name: str
     max_model_len: int
     max_request_tokens: int
+    adapters: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, backend: EngineBackend) -> Self:
         """Return the facts of an engine."""
-        return cls(backend.model_name, backend.max_model_len, backend.max_request_tokens)
+        limits = backend.max_model_len, backend.max_request_tokens
+        return cls(backend.model_name, *limits, tuple(backend.adapters))
 
     @property
     def context_length(self) -> int:
@@ -102,7 +105,7 @@ class Drafter:
     def completion(self, body: dict[str, Any], engine: EngineFacts) -> Draft:
         """Return the draft of a body of /v1/completions. Raises BadRequestError."""
         request = parse_completion(body)
-        check_model(request.model, engine.model_name)
+        check_model(request.model, engine)
         self._check_choices(len(request.prompts()), request.n or 1)
         prompts = self.prompts.completion(request, self._num_kept(request, engine))
         return self._draft(request, prompts, self.formats.for_completion(request), engine)
@@ -126,7 +129,7 @@ class Drafter:
     def _chat_prompt(
         self, request: ChatRequest, engine: EngineFacts
     ) -> tuple[Prompt, ToolOptions | None]:
-        check_model(request.model, engine.model_name)
+        check_model(request.model, engine)
         options = self.formats.tool_options(request)
         self.formats.check_thinking(request)
         tools = None if options is None else options.definitions
@@ -227,11 +230,16 @@ def fit_output(
     raise error
 
 
-def check_model(name: str | None, served: str) -> None:
-    """Raise NotFoundError for a model that is not the served one."""
-    if name is not None and name != served:
-        raise NotFoundError(
-            f"the model {name[:200]!r} does not exist; this server has {served!r}",
-            param="model",
-            code="model_not_found",
-        )
+def check_model(name: str | None, engine: EngineFacts) -> None:
+    """Raise NotFoundError for a name that is neither the served model nor one of its adapters."""
+    if name is None or name == engine.model_name or name in engine.adapters:
+        return
+    names = ", ".join(map(repr, sorted(engine.adapters)[:MAX_NAMED]))
+    more = len(engine.adapters) - MAX_NAMED
+    adapters = f" and its adapters {names}" if names else ""
+    raise NotFoundError(
+        f"the model {name[:200]!r} does not exist; this server has {engine.model_name!r}{adapters}"
+        f"{f' and {more} more' if more > 0 else ''}",
+        param="model",
+        code="model_not_found",
+    )

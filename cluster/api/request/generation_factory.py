@@ -7,7 +7,7 @@ import asyncio
 import random
 import uuid
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from cluster.api.answer.detokenizer import NoText, TextStream
 from cluster.api.answer.generation import Choice, Generation
@@ -63,7 +63,7 @@ class GenerationFactory:
         return Generation(
             response_id=response_id,
             is_chat=is_chat,
-            model=backend.model_name,
+            model=request.model or backend.model_name,
             system_fingerprint=self._settings.system_fingerprint,
             stream=bool(request.stream),
             include_usage=request.include_usage,
@@ -71,7 +71,7 @@ class GenerationFactory:
             choices=await self._choices(draft, run_id),
             num_choices_per_prompt=request.n or 1,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in draft.prompts),
-            routing=routing_of(request.priority, request.cache_salt, backend, sender),
+            routing=routing_of(request, backend, sender),
             grammar_param=draft.output.param,
         )
 
@@ -118,17 +118,28 @@ def _shown(request: CompletionRequest | ChatRequest) -> Shown | None:
     return shown if shown.anything else None
 
 
-def routing_of(
-    priority: int | None, cache_salt: str | None, backend: EngineBackend, sender: Sender
-) -> dict[str, Any]:
+class Routed(Protocol):
+    """The fields of a request that decide where and how its sequences run."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def priority(self) -> int | None: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+
+
+def routing_of(request: Routed, backend: EngineBackend, sender: Sender) -> dict[str, Any]:
     """Return the options that a request sets; the backend has the defaults."""
     routing: dict[str, Any] = {}
-    if priority:
+    if request.model is not None and request.model != backend.model_name:
+        routing["adapter"] = request.model
+    if request.priority:
         _check_routes(sender, "priority")
-        routing["priority"] = priority
-    if cache_salt:
-        check_text(cache_salt, "cache_salt")
-    if salt := ":".join(filter(None, (sender.salt, cache_salt))):
+        routing["priority"] = request.priority
+    if request.cache_salt:
+        check_text(request.cache_salt, "cache_salt")
+    if salt := ":".join(filter(None, (sender.salt, request.cache_salt))):
         routing["cache_salt"] = salt
     rank = sender.headers.get(RANK_HEADER)
     if rank is not None:

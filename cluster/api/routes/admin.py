@@ -49,40 +49,45 @@ T = TypeVar("T", bound=BaseModel)
 _MAX_BODY_BYTES = 64 * 1024  # parsed in the event loop
 
 
-def add_admin_routes(
-    app: FastAPI,
-    backend_provider: Callable[[], EngineBackend],
-    uploads: Uploads,
-    settings: ApiSettings,
-) -> None:
-    """Add the routes; they are no part of the API's document, which clients read."""
+class OperatorBodies:
+    """Reads the bodies of requests of operators, and refuses those of others."""
 
-    async def parse(request: Request, kind: type[T]) -> T:
-        check_operator(request.scope, settings.keys)
-        async with uploads.body(request, _MAX_BODY_BYTES) as body:
+    def __init__(self, uploads: Uploads, settings: ApiSettings) -> None:
+        self._uploads, self._settings = uploads, settings
+
+    async def parse(self, request: Request, kind: type[T]) -> T:
+        """Return the checked body. Raises ForbiddenError and BadRequestError."""
+        check_operator(request.scope, self._settings.keys)
+        async with self._uploads.body(request, _MAX_BODY_BYTES) as body:
             try:
-                return kind.model_validate(parse_json_object(body, settings.max_json_depth))
+                return kind.model_validate(parse_json_object(body, self._settings.max_json_depth))
             except ValidationError as error:
                 raise as_bad_request(error) from None
+
+
+def add_admin_routes(
+    app: FastAPI, backend_provider: Callable[[], EngineBackend], bodies: OperatorBodies
+) -> None:
+    """Add the routes; they are no part of the API's document, which clients read."""
 
     @app.post("/admin/drain", include_in_schema=False)
     async def drain(request: Request) -> Response:
         """Refuse new requests, finish the open ones, end the server."""
-        wanted = await parse(request, DrainRequest)
+        wanted = await bodies.parse(request, DrainRequest)
         await backend_provider().drain(wanted.timeout_s, wanted.group)
         return _done({"status": "draining"})
 
     @app.post("/admin/scale", include_in_schema=False)
     async def scale(request: Request) -> Response:
         """Go on with another number of ranks."""
-        wanted = await parse(request, ScaleRequest)
+        wanted = await bodies.parse(request, ScaleRequest)
         await backend_provider().scale(wanted.ranks, wanted.group)
         return _done({"status": "done", "ranks": wanted.ranks})
 
     @app.post("/admin/restart", include_in_schema=False)
     async def restart(request: Request) -> Response:
         """Replace the processes of all ranks."""
-        wanted = await parse(request, RestartRequest)
+        wanted = await bodies.parse(request, RestartRequest)
         await backend_provider().restart(wanted.set, wanted.group)
         return _done({"status": "done"})
 

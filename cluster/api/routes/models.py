@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{model}: the served model, in the shape of OpenAI's or of Anthropic's API."""
+"""GET /v1/models and /v1/models/{model}: the model and its adapters, in the shape of OpenAI's or Anthropic's API."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from cluster.api.answer.events import to_json
 from cluster.api.backend import EngineBackend
-from cluster.api.request.draft import check_model
+from cluster.api.request.draft import EngineFacts, check_model
 
 _VERSION = "anthropic-version"
 """Header of all clients of Anthropic's API."""
@@ -22,23 +22,25 @@ def add_model_routes(app: FastAPI, backend_provider: Callable[[], EngineBackend]
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        """The served model, as a list."""
-        card = _card(request, backend_provider(), started)
+        """The served model and its adapters, as a list."""
+        backend = backend_provider()
+        names = [backend.model_name, *backend.adapters]
+        cards = [_card(request, backend, name, started) for name in names]
         if _VERSION in request.headers:
-            ids = {"first_id": card["id"], "last_id": card["id"]}
-            return _json({"data": [card], "has_more": False, **ids})
-        return _json({"object": "list", "data": [card]})
+            ids = {"first_id": names[0], "last_id": names[-1]}
+            return _json({"data": cards, "has_more": False, **ids})
+        return _json({"object": "list", "data": cards})
 
     @app.get("/v1/models/{model:path}")
     async def model(request: Request, model: str) -> Response:
-        """The served model."""
+        """The served model, or an adapter."""
         backend = backend_provider()
-        check_model(model, backend.model_name)
-        return _json(_card(request, backend, started))
+        check_model(model, EngineFacts.of(backend))
+        return _json(_card(request, backend, model, started))
 
 
-def _card(request: Request, backend: EngineBackend, started: int) -> dict[str, Any]:
-    name = backend.model_name
+def _card(request: Request, backend: EngineBackend, name: str, started: int) -> dict[str, Any]:
+    folder = backend.adapters.get(name)
     if _VERSION in request.headers:
         return {
             "type": "model",
@@ -54,8 +56,8 @@ def _card(request: Request, backend: EngineBackend, started: int) -> dict[str, A
         "object": "model",
         "created": started,
         "owned_by": "phalanx",
-        "root": name,
-        "parent": None,
+        "root": name if folder is None else folder,
+        "parent": None if folder is None else backend.model_name,
         "max_model_len": backend.max_model_len,
     }
 

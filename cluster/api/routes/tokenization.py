@@ -92,7 +92,7 @@ def add_tokenization_routes(
 
 def _tokenize(drafter: Drafter, body: dict[str, Any], facts: EngineFacts) -> bytes:
     asked = _parse(TokenizeRequest, body)
-    check_model(asked.model, facts.model_name)
+    check_model(asked.model, facts)
     token_ids = _token_ids(asked, body, drafter).tolist()
     strings = drafter.tokenizer.token_strings(token_ids) if asked.return_token_strs else None
     return to_json(
@@ -107,7 +107,7 @@ def _tokenize(drafter: Drafter, body: dict[str, Any], facts: EngineFacts) -> byt
 
 def _detokenize(drafter: Drafter, body: dict[str, Any], facts: EngineFacts) -> bytes:
     asked = _parse(DetokenizeRequest, body)
-    check_model(asked.model, facts.model_name)
+    check_model(asked.model, facts)
     drafter.tokenizer.check_token_ids(asked.tokens, "tokens")
     return to_json({"prompt": drafter.tokenizer.decode(asked.tokens)})
 

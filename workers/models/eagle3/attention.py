@@ -5,6 +5,7 @@ T tokens, D hidden, r rotated values of a head.
 
 import torch
 
+from kernels.lora.rows import AdapterRows
 from workers.layers.attention import AttentionBlock
 from workers.layers.builder import LayerBuilder
 from workers.models.eagle3.spec import Eagle3AttentionSpec
@@ -26,8 +27,12 @@ class Eagle3Attention(AttentionBlock):
         residual_TD: torch.Tensor,
         hidden_TD: torch.Tensor | None,
         rotation_T1d: torch.Tensor,
+        adapters: AdapterRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a sum [T, D]; residual is [T, 2D], the embeddings beside the states, and hidden is None."""
+        """Return a sum [T, D]; residual is [T, 2D], the embeddings beside the states, and hidden is None.
+
+        Adapters change the model alone, not its drafts.
+        """
         assert hidden_TD is None, "the layer is the first"
         embedded_TD, states_TD = residual_TD.chunk(INPUTS, -1)
         normed_TD = self.hidden_norm(states_TD)

@@ -1,0 +1,140 @@
+"""Triton kernel for the first product of LoRA adapters: h = A[slot] x of each row with an adapter.
+
+A program has some rows, one slot and one part, and ends at once unless one of its rows has the slot: rows need no
+order, and slots that no row has cost next to nothing. So one captured launch serves every mix of adapters. Few rows
+share the depth of a product between programs, because reading A bounds them. Rows of routed experts are in expert
+order, and a program goes through the experts of its rows.
+
+T rows, K depth, S slots, e experts, P parts, r rank, Q = P * r, Z pieces of the depth.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M, BLOCK_K = 32, 64
+SPLIT_ROWS = 256  # up to so many rows the depth is split
+SPLIT_DEPTH = 512  # least depth of a piece
+MAX_SPLITS = 8
+
+
+@triton.jit
+def _shrink(
+    x_at,
+    a_at,
+    h_at,
+    here,
+    in_rank,
+    start,
+    end,
+    depth,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Multiply the rows `here` by one part of one A, from `start` to `end` of the depth."""
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for first in range(start, end, BLOCK_K):
+        columns = first + k
+        inside = columns < depth
+        x = tl.load(x_at + columns[None, :], mask=here[:, None] & inside[None, :], other=0)
+        a = tl.load(a_at + columns[:, None], mask=in_rank[None, :] & inside[:, None], other=0)
+        total = tl.dot(x, a, total, input_precision="ieee")
+    tl.store(h_at, total, mask=here[:, None] & in_rank[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "slots_ptr", "experts_ptr"])
+def lora_shrink_kernel(
+    x_ptr,
+    x_stride,
+    a_ptr,
+    a_stride,
+    slots_ptr,
+    experts_ptr,
+    h_ptr,
+    num_rows,
+    depth,
+    piece,
+    RANK: tl.constexpr,
+    PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Multiply rows of x that have the program's slot by one part of its A, over one piece of the depth."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    slot = tl.program_id(1)
+    part, split = tl.program_id(2) % PARTS, tl.program_id(2) // PARTS
+    mine = tl.load(slots_ptr + rows, mask=rows < num_rows, other=0) == slot + 1
+    if tl.sum(mine.to(tl.int32), 0) > 0:
+        ranks = tl.arange(0, BLOCK_R)
+        in_rank = ranks < RANK
+        width = PARTS * RANK
+        x_at = x_ptr + rows[:, None].to(tl.int64) * x_stride
+        a_at = a_ptr + slot.to(tl.int64) * a_stride + (part * RANK + ranks)[None, :] * depth
+        h_at = h_ptr + (split * num_rows + rows).to(tl.int64)[:, None] * width + part * RANK
+        h_at += ranks[None, :]
+        start, end = split * piece, min((split + 1) * piece, depth)
+        if EXPERTS:
+            expert = tl.load(experts_ptr + rows, mask=mine, other=0)
+            lowest = tl.min(tl.where(mine, expert, 1 << 30), 0)
+            highest = tl.max(tl.where(mine, expert, 0), 0)
+            for number in range(lowest, highest + 1):
+                here = mine & (expert == number)
+                if tl.sum(here.to(tl.int32), 0) > 0:
+                    own_at = a_at + number * width * depth
+                    _shrink(
+                        *(x_at, own_at, h_at, here, in_rank, start, end, depth),
+                        BLOCK_M,
+                        BLOCK_R,
+                        BLOCK_K,
+                    )
+        else:
+            _shrink(x_at, a_at, h_at, mine, in_rank, start, end, depth, BLOCK_M, BLOCK_R, BLOCK_K)
+
+
+def lora_shrink(
+    x_TK: torch.Tensor,
+    a_SQK: torch.Tensor,
+    slots_T: torch.Tensor,
+    rank: int,
+    expert_T: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return float32 [Z, T, Q], pieces of a sum; rows without an adapter are undefined.
+
+    x_TK       rows may be strided
+    a_SQK      of the dtype of x, contiguous but for the stride of slots; with experts [S, e, Q, K]
+    slots_T    int64, slots from 1 on, 0 for none
+    expert_T   int64, rising: the expert of each row; None: there are no experts
+    """
+    num_rows, depth = x_TK.shape
+    num_slots, width = a_SQK.shape[0], a_SQK.shape[-2]
+    assert x_TK.stride(1) == 1 and a_SQK[0].is_contiguous() and x_TK.dtype == a_SQK.dtype
+    assert a_SQK.dim() == (3 if expert_T is None else 4), a_SQK.shape
+    parts = width // rank
+    splits = min(MAX_SPLITS, max(1, depth // SPLIT_DEPTH)) if num_rows <= SPLIT_ROWS else 1
+    piece = triton.cdiv(triton.cdiv(depth, splits), BLOCK_K) * BLOCK_K
+    h_ZTQ = torch.empty(splits, num_rows, width, dtype=torch.float32, device=x_TK.device)
+    if num_rows:
+        grid = triton.cdiv(num_rows, BLOCK_M), num_slots, parts * splits
+        lora_shrink_kernel[grid](
+            x_TK,
+            x_TK.stride(0),
+            a_SQK,
+            a_SQK.stride(0),
+            slots_T,
+            slots_T if expert_T is None else expert_T,
+            h_ZTQ,
+            num_rows,
+            depth,
+            piece,
+            RANK=rank,
+            PARTS=parts,
+            EXPERTS=expert_T is not None,
+            BLOCK_M=BLOCK_M,
+            BLOCK_R=max(16, triton.next_power_of_2(rank)),
+            BLOCK_K=BLOCK_K,
+        )
+    return h_ZTQ

@@ -1,0 +1,194 @@
+"""Requests with LoRA adapters get the greedy tokens of the merged models, on any rank, beside requests without."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.adapter_case import (
+    add_embeddings,
+    chosen,
+    make_adapter,
+    merge,
+    merge_embeddings,
+    weight_shapes,
+)
+from tests.distributed.engine_harness import (
+    Event,
+    RankResult,
+    make_request,
+    rank_config,
+    run_engines,
+)
+from tests.unit.model_case import small_checkpoint
+from workers.config import RankConfig
+from workers.lora_config import LoadedAdapter
+
+LIMITS: dict[str, Any] = {
+    "scheduler": {"max_num_seqs": 6, "max_num_batched_tokens": 24},
+    "cache": {"block_size": 8, "num_blocks": 48},
+    "model": {"max_model_len": 64},
+}
+NUM_ADAPTERS, NUM_TOKENS = 3, 9
+TARGETS = ("q_proj", "v_proj", "o_proj")
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
+EXCHANGES = (
+    *((1, "local"), (2, "shm"), (2, "torch_dist"), (2, "allgather"), (2, "hierarchical")),
+    (3, "shm"),
+)
+
+
+def made(folder: Path, targets: tuple[str, ...]) -> list[Path]:
+    """The checkpoint, then the merged ones of each adapter; `adapters_of` finds the folders."""
+    base = small_checkpoint(folder / "model-0")
+    modules = chosen(weight_shapes(base), targets)
+    paths = [base]
+    for number in range(1, 1 + NUM_ADAPTERS):
+        adapter = make_adapter(folder / f"adapter-{number}", modules, seed=number, alpha=16)
+        paths.append(merge(base, adapter, folder / f"model-{number}"))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return made(tmp_path_factory.mktemp("adapters"), TARGETS)
+
+
+@pytest.fixture(scope="module")
+def expert_models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return made(tmp_path_factory.mktemp("expert-adapters"), ("q_proj", *EXPERTS))
+
+
+def adapters_of(models: list[Path]) -> tuple[LoadedAdapter, ...]:
+    return tuple(
+        LoadedAdapter(
+            id=number, name=f"a{number}", path=str(models[0].parent / f"adapter-{number}")
+        )
+        for number in range(1, 1 + NUM_ADAPTERS)
+    )
+
+
+def with_adapters(models: list[Path], ranks: int, max_loras: int, **changes: Any) -> RankConfig:
+    sections = {
+        name: {**LIMITS.get(name, {}), **changes.get(name, {})} for name in LIMITS | changes
+    }
+    lora = {"max_loras": max_loras, **sections.pop("lora", {})}
+    config = rank_config(models[0], ranks, **sections, lora=lora)
+    return config.model_copy(update={"adapters": adapters_of(models)})
+
+
+def prompts() -> list[list[int]]:
+    """Two prompts with one beginning, which is in the prefix cache for one adapter alone, and a short one."""
+    generator = np.random.default_rng(0)
+    stem = generator.integers(0, 256, 20).tolist()
+    return [stem, [*stem, 7, 9], generator.integers(0, 256, 3).tolist()]
+
+
+def events(ranks: int) -> list[Event]:
+    """Every prompt for every adapter and none, in an order that mixes them; more adapters than slots."""
+    found = []
+    for number, prompt in enumerate(prompts()):
+        for adapter in range(1 + NUM_ADAPTERS):
+            request = make_request(f"{adapter}-{number}", prompt, max_tokens=NUM_TOKENS)
+            place = number * 5 + adapter
+            rank, step = place % ranks, 2 * number + adapter
+            found.append(Event(step, rank, replace(request, adapter=adapter)))
+    return found
+
+
+def merged(pool: Any, models: list[Path]) -> dict[str, list[int]]:
+    """The tokens of each request by the merged models, one model after another."""
+    found = {}
+    for adapter, path in enumerate(models):
+        of_model = [
+            Event(0, 0, make_request(f"{adapter}-{number}", prompt, max_tokens=NUM_TOKENS))
+            for number, prompt in enumerate(prompts())
+        ]
+        (result,) = run_engines(pool, rank_config(path, 1, **LIMITS), of_model)
+        found |= result.tokens
+    return found
+
+
+def tokens_of(results: list[RankResult]) -> dict[str, list[int]]:
+    return {name: tokens for result in results for name, tokens in result.tokens.items()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "max_loras", "changes"),
+    [
+        (1, 2, {}),
+        (2, 1, {"scheduler": {"async_scheduling": True}}),
+        (2, 3, {"overlap": {"mode": "on"}}),
+        (1, 3, {"speculation": {"method": "ngram"}, "cache": {"prefix_caching": False}}),
+    ],
+    ids=["one-rank", "one-slot-async", "ubatches", "drafts"],
+)
+def test_tokens_equal_those_of_the_merged_models(
+    rank_pool: Any, models: list[Path], ranks: int, max_loras: int, changes: dict[str, Any]
+) -> None:
+    config = with_adapters(models, ranks, max_loras, **changes)
+    found = tokens_of(run_engines(rank_pool, config, events(ranks)))
+    expected = merged(rank_pool, models)
+    assert found == expected
+    assert len({tuple(expected[f"{adapter}-0"]) for adapter in range(1 + NUM_ADAPTERS)}) > 2, (
+        "the adapters change the tokens"
+    )
+
+
+def test_an_adapter_that_cannot_be_read_refuses_its_requests_alone(
+    rank_pool: Any, models: list[Path], tmp_path: Path
+) -> None:
+    config = with_adapters(models, 2, 2)
+    gone = config.adapters[1].model_copy(update={"path": str(tmp_path)})
+    config = config.model_copy(update={"adapters": (config.adapters[0], gone)})
+    results = run_engines(rank_pool, config, [it for it in events(2) if it.request.adapter < 3])
+    reasons = {name: reason for result in results for name, reason in result.reasons.items()}
+    assert {name for name, reason in reasons.items() if reason == "error"} == {"2-0", "2-1", "2-2"}
+    assert "not loaded on this rank" in next(filter(None, (it.errors.get("2-0") for it in results)))
+
+
+@pytest.mark.parametrize(("ranks", "all2all"), EXCHANGES, ids=[f"{n}-{it}" for n, it in EXCHANGES])
+def test_adapters_of_experts_travel_with_the_rows(
+    rank_pool: Any, expert_models: list[Path], ranks: int, all2all: str
+) -> None:
+    """Each rank adds the adapters of its experts to the rows of all ranks; two slots for three adapters."""
+    lora = {"targets": ["attention", "experts"]}
+    changes = {"lora": lora, "kernels": {"all2all": all2all}}
+    if ranks == 3:
+        changes["kernels"] |= {"grouped_gemm": "reference"}
+    config = with_adapters(expert_models, ranks, 2, **changes)
+    found = tokens_of(run_engines(rank_pool, config, events(ranks)))
+    assert found == merged(rank_pool, expert_models)
+
+
+def test_adapters_of_experts_in_ubatches(rank_pool: Any, expert_models: list[Path]) -> None:
+    changes = {"lora": {"targets": ["attention", "experts"]}, "overlap": {"mode": "on"}}
+    config = with_adapters(expert_models, 2, 3, **changes)
+    found = tokens_of(run_engines(rank_pool, config, events(2)))
+    assert found == merged(rank_pool, expert_models)
+
+
+def test_prompt_logprobs_see_the_adapter_of_the_head(rank_pool: Any, tmp_path: Path) -> None:
+    base = small_checkpoint(tmp_path / "model-0")
+    modules = chosen(weight_shapes(base), ("q_proj",))
+    for seed in range(1, 1 + NUM_ADAPTERS):
+        adapter = make_adapter(tmp_path / f"adapter-{seed}", modules, seed=seed)
+        add_embeddings(adapter, 300, 64, seed=seed)
+    merged_path = merge_embeddings(base, tmp_path / "adapter-2", tmp_path / "merged")
+    lora = {"targets": ["attention", "embeddings"]}
+    config = with_adapters([base], 1, 1, lora=lora)
+    prompt = prompts()[0]
+    request = make_request("r", prompt, max_tokens=3, prompt_logprobs=2, logprobs=2)
+    (found,) = run_engines(rank_pool, config, [Event(0, 0, replace(request, adapter=2))])
+    (expected,) = run_engines(
+        rank_pool, rank_config(merged_path, 1, **LIMITS), [Event(0, 0, request)]
+    )
+    assert found.tokens == expected.tokens
+    for kind in ("prompt_logprobs", "logprobs"):
+        pairs = zip(getattr(found, kind)["r"], getattr(expected, kind)["r"], strict=True)
+        for mine, wanted in pairs:
+            if wanted is not None:
+                assert mine.top_ids == wanted.top_ids
+                assert mine.top_logprobs == pytest.approx(wanted.top_logprobs, abs=1e-4)

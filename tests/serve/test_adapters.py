@@ -1,0 +1,134 @@
+"""Adapters of a real server: of the YAML and loaded in service, over the death of a rank and of the supervisor."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from tests.adapter_case import chosen, make_adapter, merge, weight_shapes
+from tests.serve.server import OPERATOR_KEY, Server, running
+from tests.unit.model_case import OneRank, make_batch
+
+NAMES = ("fr", "de", "es")
+HEADERS = {"authorization": f"Bearer {OPERATOR_KEY}"}
+PROMPT, NUM_TOKENS = [3, 1, 4, 1, 5], 8
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[str, Path]:
+    """The folder of each adapter."""
+    folder = tmp_path_factory.mktemp("adapters")
+    modules = chosen(weight_shapes(checkpoint), ("q_proj", "v_proj", "o_proj", "up_proj"))
+    return {
+        name: make_adapter(folder / name, modules, seed=number, alpha=24)
+        for number, name in enumerate(NAMES)
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path], checkpoint: Path, tmp_path_factory: Any) -> dict[str, Any]:
+    """The greedy tokens of the model and of each adapter, by the merged models."""
+    folder = tmp_path_factory.mktemp("merged")
+    paths = {name: merge(checkpoint, it, folder / name) for name, it in folders.items()}
+    found = {name: greedy(path) for name, path in (paths | {"tiny": checkpoint}).items()}
+    assert len({tuple(tokens) for tokens in found.values()}) == 4, (
+        "each adapter is told by its tokens"
+    )
+    return found
+
+
+def greedy(path: Path) -> list[int]:
+    rank, ids = OneRank(path), PROMPT[:]
+    for _ in range(NUM_TOKENS):
+        ids.append(int(torch.argmax(rank.logits(make_batch([ids], [0]))[-1])))
+    return ids[len(PROMPT) :]
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, folders: dict[str, Path]
+) -> Iterator[Server]:
+    lora = {
+        "max_loras": 2,
+        "targets": ["attention", "experts"],
+        "adapters": [{"name": "fr", "path": str(folders["fr"])}],
+    }
+    folder = tmp_path_factory.mktemp("server")
+    with running(folder, checkpoint, lora=lora, serve={"replicas": 2}) as server:
+        yield server
+
+
+def tokens(server: Server, model: str, count: int = NUM_TOKENS) -> list[int]:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": count, "temperature": 0}
+    body |= {"return_token_ids": True, "ignore_eos": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    found: list[int] = answer.json()["choices"][0]["token_ids"]
+    return found
+
+
+def operate(server: Server, route: str, **body: Any) -> httpx.Response:
+    path = f"{server.url}/v1/{route}_lora_adapter"
+    return httpx.post(path, json=body, headers=HEADERS, timeout=60)
+
+
+def listed(server: Server, *names: str) -> None:
+    """Wait until every ingress lists the model and these adapters: connections reach one or the other."""
+    deadline, seen = time.monotonic() + 20, 0
+    while seen < 12:
+        cards = httpx.get(f"{server.url}/v1/models").json()["data"]
+        found = {card["id"]: card["parent"] for card in cards}
+        seen = seen + 1 if found == {"tiny": None} | dict.fromkeys(names, "tiny") else 0
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+
+
+def test_adapters_come_and_go_and_outlive_failures(
+    server: Server, folders: dict[str, Path], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    listed(server, "fr")
+    refused = operate(server, "load", lora_name="bad", lora_path=str(tmp_path))
+    assert refused.status_code == 400 and "has no adapter_config.json" in refused.text
+    for name in ("de", "es"):
+        answer = operate(server, "load", lora_name=name, lora_path=str(folders[name]))
+        assert answer.status_code == 200, answer.text
+    listed(server, *NAMES)
+    with ThreadPoolExecutor(12) as pool:
+        models = [("tiny", *NAMES)[number % 4] for number in range(48)]  # three adapters, two slots
+        assert [*pool.map(lambda name: tokens(server, name), models)] == [
+            expected[it] for it in models
+        ]
+
+        whole = tokens(server, "es", 400)
+        assert whole[:NUM_TOKENS] == expected["es"]
+        open_one = pool.submit(tokens, server, "es", 400)
+        time.sleep(0.3)
+        unloaded = operate(server, "unload", lora_name="es")
+        assert unloaded.status_code == 200, unloaded.text
+        listed(server, "fr", "de")
+        server.ranks()[0].kill()
+        assert open_one.result(120) == whole, "the request goes on with its adapter"
+        missing = httpx.post(f"{server.url}/v1/completions", json={"model": "es", "prompt": [1]})
+        assert missing.status_code == 404 and "'de', 'fr'" in missing.text
+
+        server.supervisor().kill()
+        server.wait_line("found 2 ranks again")
+        answer = operate(server, "load", lora_name="es", lora_path=str(folders["fr"]))
+        assert answer.status_code == 200, answer.text
+        listed(server, *NAMES)
+        models = [("tiny", *NAMES)[number % 4] for number in range(16)]
+        wanted = expected | {"es": expected["fr"]}
+        for ranks in (2, 1):  # the one rank takes the experts of the other, with their adapters
+            assert [*pool.map(lambda name: tokens(server, name), models)] == [
+                wanted[it] for it in models
+            ]
+            if ranks == 2:
+                scaled = httpx.post(
+                    f"{server.url}/admin/scale", json={"ranks": 1}, headers=HEADERS, timeout=120
+                )
+                assert scaled.status_code == 200, scaled.text

@@ -1,0 +1,259 @@
+"""Where the matrices of an adapter lie in a slot: one flat array of the model's dtype, for every product with adapters.
+
+A product of the model joins modules of the checkpoint, as q, k and v. Each module is a part with an A of its own; the
+rows of B lie as the rows of the weight do, in the order that the weight map gives them. Needs the weight map alone.
+
+N outputs and K inputs of a product, r the largest rank, P parts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from workers.adapters.expert_layout import WRAPPED, ExpertFill, ExpertLayout
+from workers.adapters.peft_folder import LoraPair, PeftFolder, named
+from workers.config import RankConfig
+from workers.lora_config import AdapterError, LoraConfig
+from workers.specs.model import ModelConfig, weight_map
+from workers.specs.weight_map import QUANTISABLE, WeightEntry, WeightKind, mapped_name
+from workers.weights.tensors import DENSE, DTYPE_BYTES
+
+ALIGNMENT = 64  # values, so that every matrix begins at a multiple of 128 bytes
+LAYERS = "layers."
+# What stands before `layers.` in names of modules: of causal models, of base models, and of those with other towers.
+ROOTS = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
+EXPERTS = "experts"  # of lora.targets
+EMBEDDINGS, HEAD = "embeddings", "lm_head"
+OUTSIDE_LAYERS = ("embed_tokens", HEAD)
+LATENT_KEYS = ".attention.kv_up"
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of the model: `parameter` is the path of its weight, `modules` name its parts.
+
+    is_table   an embedding: A is [K, r], a row for each token
+    entries    tensors of the weight, each with the part that it belongs to
+    rows, columns   N and K
+    a, b       where A [P * r, K] and B [N, r] begin in a slot
+    """
+
+    parameter: str
+    modules: tuple[str, ...]
+    entries: tuple[tuple[WeightEntry, int], ...]
+    rows: int
+    columns: int
+    a: int
+    b: int
+    is_table: bool = False
+
+    @property
+    def linear(self) -> str:
+        """The path of the layer that multiplies."""
+        return self.parameter.removesuffix(".weight")
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int, int], ...]:
+        """(first row, end row, part) of B, in rising order."""
+        blocks = ((*(entry.rows or (0, self.rows)), part) for entry, part in self.entries)
+        return tuple(sorted(blocks))
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """All products with adapters; `size` values of a slot."""
+
+    products: tuple[Product, ...]
+    rank: int
+    size: int
+    config: ModelConfig
+    targets: tuple[str, ...]
+    experts: ExpertLayout
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, lora: LoraConfig, experts: Sequence[int] = ()
+    ) -> "AdapterLayout":
+        """Return the layout of a model's adapters on a rank with these experts."""
+        found: dict[str, list[WeightEntry]] = {}
+        of_experts: dict[str, list[WeightEntry]] = {}
+        for entry in _entries(config):
+            target = _target(entry, config)
+            if target == EXPERTS and target in lora.targets:
+                of_experts.setdefault(entry.parameter.rsplit(".", 1)[0], []).append(entry)
+            elif target in lora.targets:
+                found.setdefault(entry.parameter, []).append(entry)
+        products, end = [], 0
+        for parameter, entries in found.items():
+            modules = tuple(dict.fromkeys(module_of(entry) for entry in entries))
+            placed = tuple((entry, modules.index(module_of(entry))) for entry in entries)
+            rows, columns = sum(entry.num_rows for entry in entries), entries[0].columns
+            is_table = entries[0].kind == WeightKind.EMBEDDING
+            if is_table:
+                rows, columns = columns, rows
+            a = end
+            b = _aligned(a + len(modules) * lora.max_rank * columns)
+            end = _aligned(b + rows * lora.max_rank)
+            products.append(Product(parameter, modules, placed, rows, columns, a, b, is_table))
+        routed = ExpertLayout(experts, config.num_experts, lora.max_rank, end)
+        for entries in of_experts.values():
+            routed.add(entries, _from_layers, _aligned)
+        size = end + routed.size
+        return cls(tuple(products), lora.max_rank, size, config, tuple(lora.targets), routed)
+
+    @cached_property
+    def parts(self) -> Mapping[str, tuple[Product, int]]:
+        """Product and part of each module, by its name from `layers.` on."""
+        return {
+            module: (product, part)
+            for product in self.products
+            for part, module in enumerate(product.modules)
+        }
+
+    def module_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return outputs and inputs of every module that adapters may change, by its name from `layers.` on."""
+        found = {module: _shape(*place) for module, place in self.parts.items()}
+        return found | self.experts.single_shapes
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the model has nothing that adapters may change."""
+        return not self.products and not self.experts.products
+
+    def place(self, folder: PeftFolder) -> "Placed":
+        """Return where each pair belongs, by its name. Raises AdapterError for pairs that fit nowhere."""
+        placed, unknown = Placed({}, {}), []
+        table = (self.config.vocab_size, self.config.hidden_size)
+        for name, shape in folder.bases.items():
+            if shape != table:
+                raise AdapterError(
+                    f"{name} of the adapter's file is {list(shape)}, the model has {list(table)}: adapters "
+                    "with another vocabulary are not supported"
+                )
+        for name, pair in folder.pairs.items():
+            module = self._module(name)
+            found = self.parts.get(module)
+            fills = None if found else self.experts.place(module, name, pair)
+            if found is not None:
+                self._check(name, pair, *found)
+                placed.parts[name] = found
+            elif fills is not None:
+                placed.experts[name] = fills
+            else:
+                unknown.append(name)
+        if unknown:
+            raise AdapterError(self._unknown(unknown))
+        return placed
+
+    def _module(self, name: str) -> str:
+        """Return the name of a module from `layers.` on, as the weight map has it; as it is for other modules."""
+        root, _, last = name.rpartition(".")
+        if last in OUTSIDE_LAYERS and f"{root}." in (".", *ROOTS):
+            return last
+        name = mapped_name(f"{name}.weight", self.config.renamed).removesuffix(".weight")
+        root, found, rest = name.partition(LAYERS)
+        return f"{found}{rest}" if found and root in ROOTS else name
+
+    def _check(self, name: str, pair: LoraPair, product: Product, part: int) -> None:
+        outputs, _ = _shape(product, part)
+        if (pair.inputs, pair.outputs) != (product.columns, outputs):
+            raise AdapterError(
+                f"{name}: the adapter has {pair.inputs} inputs and {pair.outputs} outputs, the model "
+                f"{product.columns} and {outputs}: it was made for another model"
+            )
+        if pair.rank > self.rank:
+            raise AdapterError(
+                f"{name}: rank {pair.rank} is above lora.max_rank ({self.rank}); set lora.max_rank: {pair.rank}"
+            )
+
+    def _unknown(self, names: list[str]) -> str:
+        """Explain why there is no place for these modules."""
+        known = {_name(module) for module in (*self.parts, *self.experts.modules)}
+        text = f"no place for {named(names)}; adapters may change {', '.join(sorted(known))}"
+        everything = {module: it for it in _entries(self.config) for module in _modules_of(it)}
+        entries = [
+            everything[module] for module in map(self._module, names) if module in everything
+        ]
+        if any(entry.parameter.endswith(LATENT_KEYS) for entry in entries):
+            text += "; latent attention multiplies kv_b_proj head by head, so it takes no adapter"
+        missing = {_target(entry, self.config) for entry in entries} - {None, *self.targets}
+        if missing:
+            text += f"; add {', '.join(sorted(map(str, missing)))} to lora.targets"
+        return text
+
+
+def _shape(product: Product, part: int) -> tuple[int, int]:
+    """Return outputs and inputs of the module of one part."""
+    entry = next(entry for entry, its_part in product.entries if its_part == part)
+    if product.is_table:
+        return product.rows, product.columns
+    return entry.shape[1 if entry.transposed else 0], product.columns
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the pairs of an adapter belong, by their names: product and part, or the experts of the rank."""
+
+    parts: dict[str, tuple[Product, int]]
+    experts: dict[str, list[ExpertFill]]
+
+
+def slots_bytes(model: ModelConfig, ranks: RankConfig, rank: int) -> int:
+    """Return the bytes of the slots of adapters on a rank; 0 without LoRA."""
+    if not ranks.lora.max_loras:
+        return 0
+    dtype = ranks.model.dtype
+    assert dtype != "auto", "a RankConfig has the checkpoint's dtype in its place"
+    experts = ranks.dims.expert_map(model.num_experts).experts_of(rank)
+    layout = AdapterLayout.of(model, ranks.lora, experts)
+    return ranks.lora.max_loras * layout.size * DTYPE_BYTES[dtype]
+
+
+def module_of(entry: WeightEntry) -> str:
+    """Return the name of an entry's module from `layers.` on."""
+    return _from_layers(entry.name.removesuffix(".weight"))
+
+
+def _from_layers(name: str) -> str:
+    return name[name.find(LAYERS) :] if LAYERS in name else name.rpartition(".")[2]
+
+
+def _entries(config: ModelConfig) -> Iterator[WeightEntry]:
+    """Yield the weight map, with the head that is tied to the embedding: adapters of it are its own."""
+    yield from weight_map(config)
+    if config.has_logits and config.tie_word_embeddings:
+        table = (config.vocab_size, config.hidden_size)
+        yield WeightEntry(f"{HEAD}.weight", table, f"{HEAD}.weight", WeightKind.HEAD)
+
+
+def _modules_of(entry: WeightEntry) -> Iterator[str]:
+    """Yield the names that an adapter may have for an entry's module."""
+    yield module_of(entry)
+    fused = entry.name if entry.stacked else entry.fused
+    if fused:
+        module = _from_layers(fused).rsplit(".", 1)[0]
+        yield module
+        yield module + WRAPPED
+
+
+def _target(entry: WeightEntry, config: ModelConfig) -> str | None:
+    """Return the member of lora.targets that an entry belongs to; None: it takes no adapter."""
+    if entry.kind == WeightKind.EMBEDDING:
+        return EMBEDDINGS
+    if entry.kind == WeightKind.HEAD:  # scores of a pooling model read single rows of the head
+        return EMBEDDINGS if module_of(entry) == HEAD and config.pooling is None else None
+    if entry.expert is not None:
+        return EXPERTS if entry.kind in QUANTISABLE else None
+    if not entry.parameter.endswith((*DENSE, "attention.ba.weight")):
+        return None
+    return "attention" if ".attention." in entry.parameter else "mlp"
+
+
+def _name(module: str) -> str:
+    """Return a module's name without the numbers of its layer and its expert."""
+    parts = module.split(".")
+    return ".".join("N" if part.isdigit() else part for part in parts[2:] or parts)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

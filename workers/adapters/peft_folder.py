@@ -1,0 +1,210 @@
+"""Reads the folder of a LoRA adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors.
+
+What the server cannot apply is refused by its name in the file. Knows nothing of models, slots and devices.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from workers.lora_config import AdapterError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLED_FILE = "adapter_model.bin"
+MAX_NAMED = 8
+
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|embedding_([AB])(?:\.default)?)"
+)
+# PEFT saves the embeddings of the base model beside adapters of them, which LoRA does not train.
+_BASE = re.compile(r"(?:base_model\.model\.)?(.*(?:embed_tokens|lm_head))(?:\.base_layer)?\.weight")
+# Keys of adapter_config.json with other values than these change what the adapter computes.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_dora": (None, False),
+    "use_qalora": (None, False),
+    "lora_bias": (None, False),
+    "fan_in_fan_out": (None, False),
+    "bias": (None, "none"),
+    "modules_to_save": (None, [], ()),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+}
+# Initialisations after which the base model is another one too.
+_CHANGE_BASE = ("pissa", "olora", "corda")
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """The two matrices of one module, as the file has them; `a` and `b` are the names of the tensors.
+
+    rank     rows of A and columns of B
+    inputs   columns of A
+    outputs  rows of B
+    alpha, rslora   of the factor on the product
+    """
+
+    a: str
+    b: str
+    rank: int
+    inputs: int
+    outputs: int
+    alpha: float
+    rslora: bool = False
+
+    def scale(self, rank: int) -> float:
+        """Return the factor on the product of matrices of this rank."""
+        return self.alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+@dataclass(frozen=True)
+class PeftFolder:
+    """A checked folder.
+
+    pairs    by name of the module in the model, without PEFT's prefix
+    bases    shapes of embeddings of the base model that the file holds too, by module
+    digest   of both files
+    """
+
+    folder: Path
+    pairs: Mapping[str, LoraPair]
+    bases: Mapping[str, tuple[int, ...]]
+    digest: str
+
+    @classmethod
+    def read(cls, folder: Path) -> "PeftFolder":
+        """Read the configuration and the header of the weights. Raises AdapterError."""
+        config = _config(folder)
+        file = folder / WEIGHTS_FILE
+        if not file.is_file():
+            hint = ""
+            if (folder / PICKLED_FILE).exists():
+                hint = f"; {PICKLED_FILE} is no safetensors file: save the adapter anew with PEFT"
+            raise AdapterError(f"{folder} has no {WEIGHTS_FILE}{hint}")
+        with _open(file) as tensors:
+            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        digest = hashlib.sha256()
+        for part in (folder / CONFIG_FILE, file):
+            with part.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+        bases = {
+            match[1]: shape for name, shape in shapes.items() if (match := _BASE.fullmatch(name))
+        }
+        return cls(folder, _pairs(config, shapes, file), bases, digest.hexdigest())
+
+    @contextmanager
+    def tensors(self) -> Iterator[Any]:
+        """Yield an object that reads tensors by `get_tensor(name)`."""
+        with _open(self.folder / WEIGHTS_FILE) as tensors:
+            yield tensors
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(
+            f"{file} cannot be read as safetensors ({error}); is the copy complete?"
+        ) from error
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    """Return adapter_config.json of an adapter that can be applied."""
+    file = folder / CONFIG_FILE
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise AdapterError(
+            f"{folder} has no {CONFIG_FILE}: name a folder that PEFT saved"
+        ) from None
+    except (ValueError, OSError) as error:
+        raise AdapterError(f"{file} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"{file} is {type(config).__name__}; expected an object")
+    if config.get("peft_type") != "LORA":
+        raise AdapterError(
+            f"{file}: peft_type is {config.get('peft_type')!r}; only LORA is supported"
+        )
+    refused = [
+        f"{key} is {config[key]!r}"
+        for key, plain in _PLAIN.items()
+        if key in config and config[key] not in plain
+    ]
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGE_BASE):
+        refused.append(f"init_lora_weights is {start!r}, which changes the base model too")
+    if refused:
+        raise AdapterError(f"{file}: not supported: {'; '.join(refused)}")
+    return config
+
+
+def _pairs(
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], file: Path
+) -> dict[str, LoraPair]:
+    names: dict[str, dict[str, str]] = {}
+    others = []
+    for name in shapes:
+        match = _TENSOR.fullmatch(name)
+        if match is not None and len(shapes[name]) == 2:
+            names.setdefault(match[1], {})[match[2] or match[3]] = name
+        elif not _BASE.fullmatch(name):
+            others.append(name)
+    if others:
+        raise AdapterError(f"{file}: not supported: {named(others)}")
+    if not names:
+        raise AdapterError(f"{file} holds no tensors lora_A and lora_B")
+    alone = [module for module, found in names.items() if len(found) != 2]
+    if alone:
+        raise AdapterError(f"{file}: one of lora_A and lora_B is missing of {named(alone)}")
+    pairs = {}
+    for module, found in names.items():
+        (rank, inputs), (outputs, columns) = shapes[found["A"]], shapes[found["B"]]
+        if rank != columns or not rank:
+            raise AdapterError(
+                f"{file}: lora_A of {module} has {rank} rows and lora_B {columns} columns; expected "
+                "equal numbers"
+            )
+        alpha, rslora = _alpha(config, module, file), bool(config.get("use_rslora"))
+        pairs[module] = LoraPair(found["A"], found["B"], rank, inputs, outputs, alpha, rslora)
+    return pairs
+
+
+def _alpha(config: Mapping[str, Any], module: str, file: Path) -> float:
+    alpha = config.get("lora_alpha", 8)
+    patterns = config.get("alpha_pattern") or {}
+    for pattern, value in patterns.items():
+        try:
+            matches = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            raise AdapterError(f"{file}: alpha_pattern: {pattern!r}: {error}") from error
+        if matches:
+            alpha = value
+            break
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise AdapterError(f"{file}: lora_alpha is {alpha!r}; expected a number")
+    return float(alpha)
+
+
+def named(names: list[str]) -> str:
+    """Return the first names, and how many follow."""
+    first = ", ".join(sorted(names)[:MAX_NAMED])
+    more = len(names) - MAX_NAMED
+    return f"{first} and {more} more" if more > 0 else first
+
+
+def check_finite(tensor: torch.Tensor, name: str, file: Path) -> None:
+    """Raise AdapterError for values that are NaN or infinite, which would reach every token of the adapter."""
+    if not torch.isfinite(tensor).all():
+        raise AdapterError(f"{file}: {name} holds NaN or infinite values")

@@ -1,0 +1,92 @@
+"""The adapters of a rank process in host memory, by id, and their copies into slots.
+
+An adapter is read and checked in the thread of the caller, beside the steps; a step copies it into a slot when a
+sequence needs it. Knows nothing of requests.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from workers import hub
+from workers.adapters.peft_folder import PeftFolder
+from workers.adapters.pools import AdapterPools
+from workers.lora_config import AdapterError, LoadedAdapter
+
+logger = logging.getLogger(__name__)
+
+Gather = Callable[[Any], Sequence[Any]]
+
+
+class AdapterStore:
+    """The adapters of one rank process; every method may be called from any thread.
+
+    errors   why adapters of the configuration cannot be used, by id: requests for them are refused
+    """
+
+    def __init__(self, pools: AdapterPools):
+        self.pools = pools
+        self.errors: Mapping[int, str] = {}
+        self._staged: dict[int, torch.Tensor] = {}
+        self._digests: dict[int, str] = {}
+
+    def __contains__(self, adapter: int) -> bool:
+        return adapter in self._staged
+
+    def __len__(self) -> int:
+        return len(self._staged)
+
+    def stage(self, adapter: LoadedAdapter) -> str:
+        """Read an adapter into host memory; return the digest of its files. Raises AdapterError and HubError."""
+        if adapter.id not in self._staged:
+            hub.fetch_adapter(adapter.path, adapter.revision)
+            folder = PeftFolder.read(adapter.folder)
+            staged = self.pools.stage(folder)
+            self._digests[adapter.id] = folder.digest
+            self._staged[adapter.id] = staged
+        return self._digests[adapter.id]
+
+    def drop(self, adapter: int) -> None:
+        """Free the host memory of an adapter; ids that are not there are ignored."""
+        self._staged.pop(adapter, None)
+        self._digests.pop(adapter, None)
+
+    def agree(self, adapters: Collection[LoadedAdapter], gather: Gather | None) -> None:
+        """Hold these adapters and no others, as far as every rank can read them from equal files. Collective.
+
+        What a rank cannot read, for example because its folder is gone, is in no rank and in `errors`.
+        gather   returns a value of every rank; None: there are no other ranks
+        """
+        for gone in self._staged.keys() - {it.id for it in adapters}:
+            self.drop(gone)
+        own: dict[str, tuple[str, str]] = {}
+        for adapter in adapters:
+            try:
+                own[str(adapter.id)] = self.stage(adapter), ""
+            except (AdapterError, hub.HubError) as error:
+                own[str(adapter.id)] = "", str(error)
+        of_ranks = [own] if gather is None else gather(own)
+        errors = {}
+        for adapter in adapters:
+            found = [of_rank[str(adapter.id)] for of_rank in of_ranks]
+            problem = next((reason for _, reason in found if reason), "")
+            if not problem and len({digest for digest, _ in found}) > 1:
+                problem = f"the ranks read different files in {adapter.folder}"
+            if problem:
+                logger.error("adapter %s cannot be used: %s", adapter.name, problem)
+                errors[adapter.id] = problem
+                self.drop(adapter.id)
+        self.errors = errors
+
+    def write(self, slot: int, adapter: int) -> None:
+        """Copy an adapter into a slot, behind the work of the current stream.
+
+        An adapter may be dropped while a sequence of an ended request still waits for a slot.
+        """
+        staged = self._staged.get(adapter)
+        if staged is None:
+            logger.warning("adapter %d was unloaded before it came into slot %d", adapter, slot)
+            return
+        self.pools.write(slot, staged)

@@ -1,0 +1,14 @@
+"""The base of all sections of the YAML, and the types that they share."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Auto = Literal["auto"]
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A frozen section of the YAML that refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
