@@ -8,7 +8,6 @@ it. A failure outside the collectives is carried to the next vote, so that all r
 leave through `publish`, wakes through `wake_peers`.
 """
 
-import logging
 import threading
 import time
 from collections import defaultdict, deque
@@ -46,8 +45,6 @@ from workers.step.step_sync import (
     gather_reasons,
 )
 from workers.wire.request import EngineRequest, RequestOutput
-
-logger = logging.getLogger(__name__)
 
 Publish = Callable[[str, list[RequestOutput]], None]
 UNHEALTHY = 1
@@ -375,14 +372,17 @@ class Engine:
             self._asleep, self._committed_at = True, 0.0
             self._changed.wait_for(self._must_vote)
             self._asleep = False
-            woken_by_peer = self._awaited_step >= self._step
+            woken_by_peer = self._woken_by_peer()
         if not woken_by_peer:
             self._try_to_wake_peers(self._step)
+
+    def _woken_by_peer(self) -> bool:
+        return self._awaited_step >= self._step
 
     def _must_vote(self) -> bool:
         """Whether a sleeping rank has a reason to vote."""
         failed = self._failure is not None
-        return self._awaited_step >= self._step or self._stopping or failed or bool(self._inbox)
+        return self._woken_by_peer() or self._stopping or failed or bool(self._inbox)
 
     def _repeat_wakes(self) -> None:
         """Wake the peers again while this rank waits in one vote, because a wake is lost with its connection."""
