@@ -13,7 +13,7 @@ import typer
 
 from cluster.bench.command import bench
 from cluster.bench.options import KeyVariable, ShowProgress
-from cluster.config.api_keys import OPERATOR_VARIABLE
+from cluster.config.api_keys import OPERATOR_VARIABLE, VARIABLE
 from cluster.config.examples import DEMO
 from cluster.experiments.command import experiment, report
 from workers.stats.versions import phalanx_version
@@ -187,6 +187,28 @@ def status(
     with _user_errors(ValueError), _user_errors(UnreachableError, code=1):
         ready = show(url, as_json=as_json, watch_s=watch)
     raise typer.Exit(0 if ready else 1)
+
+
+@app.command()
+def experts(
+    url: Server = LOCAL,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw the load of each expert in each layer here.")
+    ] = None,
+    save_map: Annotated[
+        Path | None, typer.Option(help="Save map and loads here, for experts.map.")
+    ] = None,
+    balanced: Annotated[
+        bool, typer.Option(help="Save the map that balancing would make of the loads.")
+    ] = False,
+    api_key_env: KeyVariable = VARIABLE,
+) -> None:
+    """Print the load of a running server's experts, and what balancing would gain."""
+    from cluster.commands.experts import show
+    from cluster.commands.server_url import UnreachableError
+
+    with _user_errors(UnreachableError, code=1), _user_errors(ValueError, OSError, ImportError):
+        show(url, api_key_env, png=png, save_map=save_map, balanced=balanced)
 
 
 @app.command()

@@ -45,6 +45,11 @@ class BlockWeights:
             torch.empty(scales, dtype=torch.float32, device=device),
         )
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Values and scales."""
+        return [self.values, self.scales]
+
     def copy_(self, source: "BlockWeights") -> None:
         """Copy values and scales of the same shapes."""
         self.values.copy_(source.values)

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.config import KernelsConfig
+from kernels.interface.experts_config import ExpertsConfig
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from workers import hub
 from workers.log import LogFormat, LogLevel
@@ -329,6 +330,7 @@ class RankConfig(Section):
     kernels: KernelsConfig
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    experts: ExpertsConfig = Field(default_factory=ExpertsConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
     adapters: tuple[LoadedAdapter, ...] = ()
     num_ranks: int = Field(ge=1)

@@ -80,6 +80,6 @@ class ParallelDims:
         """Return `count` for every rank, as in StepPlan.num_tokens_across_dp."""
         return (count,) * self.num_ranks
 
-    def expert_map(self, num_experts: int) -> ExpertMap:
-        """Return the map of experts to ranks."""
-        return ContiguousMap(num_experts, self.expert_size)
+    def expert_map(self, num_experts: int, redundant_slots: int = 0) -> ExpertMap:
+        """Return the map of experts to ranks, of which each has redundant slots, before any load is known."""
+        return ContiguousMap(num_experts, self.expert_size, redundant_slots)

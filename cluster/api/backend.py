@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 from cluster.metrics.snapshot import Snapshot
+from workers.specs.expert_layout import ExpertLayout
 from workers.wire.request import PoolingParams, RequestOutput, SamplingParams
 
 
@@ -72,6 +73,10 @@ class EngineBackend(Protocol):
 
     async def rank_stats(self) -> list[dict[str, Any]]:
         """Return `workers.stats.stats.EngineStats.snapshot()` of each rank that can be reached, with its `rank`."""
+        ...
+
+    async def expert_layouts(self) -> list[ExpertLayout]:
+        """Return where the experts of each group are, with their recent load."""
         ...
 
     async def ingress_metrics(self, own: Snapshot) -> Snapshot:

@@ -15,6 +15,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from cluster.client.adapters import ListedAdapters
+from cluster.client.expert_reports import settled
 from cluster.client.group_client import POISON, GroupClient
 from cluster.client.open_request import OpenRequest
 from cluster.client.operator_calls import OperatorCalls
@@ -26,6 +27,7 @@ from cluster.metrics.snapshot import Snapshot
 from cluster.supervisor import actor
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus, Renewal
 from kernels.host.owned import OwnedTask
+from workers.specs.expert_layout import ExpertLayout
 from workers.wire.request import PoolingParams, RequestOutput, SamplingParams, expected_output
 
 logger = logging.getLogger(__name__)
@@ -219,6 +221,17 @@ class EngineClient(OperatorCalls):
                 for stats in await group.stats() if group.reachable else ():
                     number = self._router.number((group.index, stats["rank"]))
                     found.append({**stats, "rank": number})
+        except RayError as error:
+            raise EngineDeadError(f"a rank does not answer: {error}") from error
+        return found
+
+    async def expert_layouts(self) -> list[ExpertLayout]:
+        """The map and the recent load of the experts of each group that can be reached."""
+        found = []
+        try:
+            for group in self._groups:
+                if group.reachable:
+                    found.append(await settled(group.expert_reports))
         except RayError as error:
             raise EngineDeadError(f"a rank does not answer: {error}") from error
         return found

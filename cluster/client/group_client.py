@@ -22,6 +22,7 @@ from cluster.errors import SHUTDOWN_REASON, PoisonRequestError
 from cluster.supervisor.status import GroupHealth, GroupMembers, Registration
 from kernels.host.owned import Failed
 from workers.rank.actor import node_address
+from workers.specs.expert_layout import ExpertReport
 from workers.wire.request import RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,10 @@ class GroupClient:
     async def stats(self) -> list[dict[str, Any]]:
         """Counters and gauges of each rank, in rank order. Raises RayError when a rank is gone."""
         return [] if self._streams is None else await self._streams.stats()
+
+    async def expert_reports(self) -> list[ExpertReport]:
+        """Where the experts are, of each rank in rank order. Raises RayError when a rank is gone."""
+        return [] if self._streams is None else await self._streams.expert_reports()
 
     async def keep_open(self) -> None:
         """Hold a lease and streams in the present epoch of the group, until the task is cancelled."""

@@ -18,6 +18,7 @@ from cluster.client.stream_watch import StreamWatch
 from cluster.supervisor.ray_calls import gather, result_future
 from cluster.supervisor.status import GroupMembers
 from kernels.host.owned import Failed, OwnedTask
+from workers.specs.expert_layout import ExpertReport
 from workers.wire.inbox import InboxSender
 from workers.wire.request import EngineRequest, RequestOutput
 from workers.wire.secure_socket import StreamAddress
@@ -100,6 +101,11 @@ class GroupStreams:
         """Counters and gauges of each rank that can be reached. Raises RayError when a rank is gone."""
         reached = [it for rank, it in enumerate(self._members.ranks) if rank not in self._broken]
         return await gather([rank.stats.remote() for rank in reached])
+
+    async def expert_reports(self) -> list[ExpertReport]:
+        """Where the experts are, of each rank. Raises RayError when a rank is gone."""
+        members = self._members
+        return await gather([it.expert_report.remote(members.epoch) for it in members.ranks])
 
     def close(self) -> None:
         """Drop what was not sent or not read, and stop listening."""

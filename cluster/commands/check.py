@@ -177,6 +177,8 @@ def _warnings(
             f"cluster.ranks is {rank_config.num_ranks} for {model.num_experts} experts: "
             f"{rank_config.num_ranks - model.num_experts} rank(s) hold none"
         )
+    if rank_config.dims.alone and config.experts.rebalance != "off":
+        yield f"experts.rebalance is {config.experts.rebalance} with one rank, so no expert moves"
     if not num_api_keys and not _is_loopback(config.serve.host):
         yield (
             f"serve.host is {config.serve.host}: whoever can reach this machine can use the model; "

@@ -1,7 +1,8 @@
 """Estimates the memory of each rank of a configuration. Reads nothing of the machine but the size of its GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -9,11 +10,13 @@ from kernels.backends.memory import backend_memory
 from kernels.backends.select import Selection
 from kernels.interface.backend import BackendShape
 from kernels.interface.kv_layout import kv_block_bytes
+from kernels.routing.expert_map import ExpertMap
 from workers.adapters.layout import slots_bytes
 from workers.config import RankConfig
 from workers.models.draft_config import load_draft_config
 from workers.rank.device_memory import size
 from workers.runner.graph_sizes import GraphSizes
+from workers.specs.expert_layout import moe_layers
 from workers.specs.model import ModelConfig
 from workers.weights.tensors import DTYPE_BYTES, rank_weight_bytes
 
@@ -68,7 +71,7 @@ def rank_rows(
 ) -> list[RankRow]:
     """Return a row for each rank; `shape` is from `backend_shape`, num_ubatches is 0 if no step is ever cut."""
     dims = config.dims
-    expert_map = dims.expert_map(model.num_experts)
+    expert_map = dims.expert_map(model.num_experts, config.experts.redundant_slots)
     held = backend_memory(selection, shape, num_ubatches=num_ubatches)
     step = held.step + _model_bytes(config, model, shape.dtype, shape.max_num_tokens)
     graph_bytes = 0
@@ -84,34 +87,49 @@ def rank_rows(
     groups += () if draft is None else draft.kv_groups(config.cache)
     block_bytes = kv_block_bytes(groups, config.cache.block_size, value_bytes)
     state_bytes = _state_bytes(config, selection, shape)
+    weight_bytes = partial(
+        rank_weight_bytes,
+        expert_map=expert_map,
+        dtype=dtype,
+        fp8_experts=selection.fp8_experts,
+        fp8_dense=selection.fp8_dense,
+        in_four_bits=selection.four_bit_experts,
+    )
+
     table = []
     for rank in dims.ranks():
         row = RankRow(
             rank=rank,
             node=dims.node(rank),
             device=f"cuda:{dims.local_rank(rank)}" if config.device == "cuda" else "cpu",
-            experts=_expert_range(expert_map.experts_of(rank)),
+            experts=_expert_range(expert_map.experts_of(rank), config.experts.redundant_slots),
             adapter_bytes=slots_bytes(model, config, rank),
-            weight_bytes=sum(
-                rank_weight_bytes(
-                    part,
-                    expert_map,
-                    rank,
-                    dtype,
-                    fp8_experts=selection.fp8_experts,
-                    fp8_dense=selection.fp8_dense,
-                    in_four_bits=selection.four_bit_experts,
-                )
-                for part in models
-            ),
+            weight_bytes=sum(weight_bytes(part, rank=rank) for part in models),
             kv_bytes=None,
-            buffer_bytes=held.kept + step,
+            buffer_bytes=held.kept
+            + step
+            + _spare_bytes(config, model, expert_map, rank, weight_bytes),
             ubatch_bytes=held.ubatches,
             graph_bytes=graph_bytes,
             state_bytes=state_bytes,
         )
         table.append(replace(row, kv_bytes=_kv_bytes(config, block_bytes, row)))
     return table
+
+
+def _spare_bytes(
+    config: RankConfig,
+    model: ModelConfig,
+    expert_map: ExpertMap,
+    rank: int,
+    weight_bytes: Callable[..., int],
+) -> int:
+    """Return the memory of one layer's experts, to which others come while the rank serves."""
+    if config.experts.rebalance == "off" or config.dims.alone:
+        return 0
+    layer = moe_layers(model)[0]
+    experts = {(layer, expert) for expert in expert_map.experts_of(rank, layer)}
+    return weight_bytes(model, rank=rank, experts=experts)
 
 
 def _state_bytes(config: RankConfig, selection: Selection, shape: BackendShape) -> int:
@@ -124,8 +142,11 @@ def _state_bytes(config: RankConfig, selection: Selection, shape: BackendShape) 
     return num_slots * chosen.slot_bytes(*place) + drafts
 
 
-def _expert_range(experts: Sequence[int]) -> str:
-    return f"{experts[0]}-{experts[-1]}" if experts else "none"
+def _expert_range(experts: Sequence[int], spare: int) -> str:
+    """Return the experts of a rank before any load is known, and its redundant slots."""
+    own = experts[: len(experts) - spare]
+    beside = f" +{spare}" if spare else ""
+    return f"{own[0]}-{own[-1]}{beside}" if own else f"none{beside}"
 
 
 def _kv_bytes(config: RankConfig, block_bytes: int, row: RankRow) -> int | None:

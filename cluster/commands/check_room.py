@@ -81,7 +81,7 @@ def _weight_bytes(
     assert dtype != "auto", "a RankConfig has the checkpoint's dtype in its place"
     return rank_weight_bytes(
         model,
-        dims.expert_map(model.num_experts),
+        dims.expert_map(model.num_experts, config.experts.redundant_slots),
         0,
         dtype,
         fp8_experts=selection.fp8_experts,

@@ -12,6 +12,7 @@ SCALE = ("cluster.ranks",)
 # comes over HTTP, so no setting is among them that names a path or code, or chooses the weights.
 RESTART = (
     *("scheduler", "cache", "overlap", "model.dtype", "model.routing"),
+    *("experts.rebalance", "experts.redundant_slots", "experts.copies"),
     *("speculation.method", "speculation.num_draft_tokens", "speculation.adaptive"),
     *("kernels.all2all", "kernels.grouped_gemm", "kernels.attention", "kernels.linear_attention"),
     *("cluster.threads_per_rank", "cluster.vote_timeout_s"),

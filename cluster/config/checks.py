@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from cluster.config.api_keys import ApiKeyError, read_keys_file
 from cluster.config.chat_template import ChatTemplateError, read_chat_template
+from cluster.config.check_experts import check_experts
 from cluster.config.check_lora import check_lora
 from cluster.config.check_speculation import check_speculation
 from cluster.config.errors import Problem
@@ -32,6 +33,7 @@ def check_together(config: PhalanxConfig) -> list[Problem]:
     problems += _check_lengths(config, model)
     problems += _check_cache_dtype(config, model)
     problems += check_speculation(config, model)
+    problems += check_experts(config, model)
     problems += check_lora(config)
     problems += _check_serve(config)
     return problems

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from cluster.config.serve_section import ServeConfig
 from kernels.interface.config import KernelsConfig
+from kernels.interface.experts_config import ExpertsConfig
 from workers.config import (
     CacheConfig,
     ModelSection,
@@ -131,6 +132,7 @@ class PhalanxConfig(Section):
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    experts: ExpertsConfig = Field(default_factory=ExpertsConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
 

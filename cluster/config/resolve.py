@@ -65,14 +65,13 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         limits = resolve_scheduler(config.scheduler, device, max_model_len)
         demand = KVDemand(cache.block_size, model_config.window, limits.max_num_batched_tokens)
         states = cache.cached_states(linear_specs, speculation.most_drafts)
-        slot_bytes = sum(spec.slot_bytes(DTYPE_BYTES[dtype]) for spec in states)
         draft_bytes = sum(spec.draft_bytes(DTYPE_BYTES[dtype]) for spec in states)
         cache = _with_cpu_sizes(
             cache,
             demand,
             max_model_len,
             block_bytes=kv_block_bytes(groups, cache.block_size, DTYPE_BYTES[dtype]),
-            slot_bytes=slot_bytes,
+            slot_bytes=sum(spec.slot_bytes(DTYPE_BYTES[dtype]) for spec in states),
             draft_bytes=draft_bytes,
             num_rows=limits.max_num_seqs,
         )
@@ -83,6 +82,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         kernels=config.kernels,
         overlap=config.overlap,
         speculation=speculation,
+        experts=config.experts,
         lora=config.lora,
         adapters=resolve_adapters(config.lora.adapters),
         num_ranks=config.cluster.ranks,

@@ -177,6 +177,9 @@ class CellMaker:
         if kind != "http" and config.cluster.nodes > 1:
             text = f"kind {kind} runs on one machine; use kind http for several"
             yield Problem("cluster.nodes", text)
+        if kind != "http" and config.experts.rebalance != "off":
+            text = f"kind {kind} has no supervisor, which plans moves of experts; use kind http"
+            yield Problem("experts.rebalance", text)
         if isinstance(workload, StepWorkload):
             return
         if kind == "http":

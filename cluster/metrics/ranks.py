@@ -13,6 +13,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from cluster.metrics.experts import expert_families
 from cluster.metrics.snapshot import PREFIX, add_histogram
 
 RankStats = Sequence[dict[str, Any]]
@@ -73,9 +74,18 @@ COUNTERS = {
     "steps": ("steps", "Lockstep forwards."),
     "idle_steps": ("idle_steps", "Steps in which this rank had no tokens."),
     "stale_messages": ("stale_messages", "Messages of another epoch that a rank dropped."),
-    "expert_rows_sampled": (
-        "expert_rows_sampled",
-        "(Token, expert) pairs that came to this rank's experts, in every 32nd step.",
+    "expert_layers_moved": (
+        "expert_layers_moved",
+        "Layers of which the ranks have changed the map of experts while they served.",
+    ),
+    "expert_moves": ("expert_moves", "Moves of experts that are complete."),
+    "expert_moves_cancelled": (
+        "expert_moves_cancelled",
+        "Moves of experts that the ranks have cancelled, because a rank did not stage a layer.",
+    ),
+    "expert_rows": (
+        "expert_rows",
+        "(Token, expert) pairs that came to this rank's experts, up to the last reading.",
     ),
 }
 HISTOGRAMS = {
@@ -141,7 +151,8 @@ def rank_families(stats: RankStats, model_name: str) -> Iterator[Metric]:
             parts.add_metric([*head, part], seconds)
         for kind, count in values.get("kinds", {}).items():
             kinds.add_metric([*head, *(word.lower() for word in kind)], count)
-    yield from (parts, kinds, places, _info(heads), *_process(heads))
+    yield from (parts, kinds, places, *expert_families(stats, model_name))
+    yield from (_info(heads), *_process(heads))
 
 
 def _info(heads: Heads) -> Metric:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from cluster.supervisor import placement
 from cluster.supervisor.checkpoint_nodes import fetch_checkpoint
+from cluster.supervisor.expert_balance import ExpertBalance
 from cluster.supervisor.failures import (
     StageTimeoutError,
     failure_message,
@@ -42,6 +43,7 @@ class Formation:
     start_timeout_s   time of each stage
     leave_timeout_s   time of a rank to leave an epoch
     new_heartbeats    makes the watch of a stage
+    balance           of the experts, over all epochs
     adapters          LoRA adapters that the ranks load before they serve
     kept              processes that the last rebuild has kept, less those that still start
     """
@@ -63,6 +65,7 @@ class Formation:
         self._leave_timeout_s = leave_timeout_s
         self._new_heartbeats = new_heartbeats
         self.kept: list[RankHandle] = []
+        self.balance = ExpertBalance()
         self.adapters = roster.config.adapters
         self._inboxes: list[StreamAddress] = []
 
@@ -82,7 +85,8 @@ class Formation:
         ((host, port),) = await self._gather([roster.ranks[0].host_rendezvous.remote()])
         epoch = self._status.epoch
         name = f"{self._name}-{epoch}-{secrets.token_hex(16)}"
-        rendezvous = Rendezvous(host, port, name, epoch, secrets.token_bytes(32))
+        secret, layout = secrets.token_bytes(32), self.balance.layout
+        rendezvous = Rendezvous(host, port, name, epoch, secret, layout)
         roster.called()
         config = roster.config.model_copy(update={"adapters": self.adapters})
         await self._gather(
@@ -102,6 +106,7 @@ class Formation:
 
         anew: replace the processes of all ranks
         """
+        self.balance.end()
         roster, before, self.kept = self._roster, self._roster.ranks, []
         ranks = range(len(before))
         cut = await roster.cut_off(hung)
@@ -129,6 +134,12 @@ class Formation:
             for index, rank in enumerate(roster.ranks)
         ]
         self._status.infos = await self.stage("engines", self._gather(started), guarded=True)
+        self.balance.begin(roster.ranks, self._status.epoch, roster.config)
+
+    async def take_over(self) -> None:
+        """Locate ranks that serve, after a restart of the supervisor, and balance their experts."""
+        await self.locate()
+        self.balance.begin(self._roster.ranks, self._status.epoch, self._roster.config)
 
     async def leave(self, rank: int) -> bool:
         """Let a rank leave its epoch before the present one; return whether it has left in time."""

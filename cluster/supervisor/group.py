@@ -144,7 +144,7 @@ class Group:
             self.status.epoch = max(found.epoch, last_epoch)
             self._set_state("rebuilding", found.reason)
         else:
-            await self._formation.locate()
+            await self._formation.take_over()
             self._set_serving()
         logger.warning("found %d ranks again after a restart of the supervisor", len(found.seats))
         return found.streams

@@ -22,7 +22,7 @@ class BackendShape:
     dtype            of the hidden states, and of the weights unless a grouped GEMM holds them in FP8 or in four bits
     num_ranks        ranks of the group, spread over num_nodes hosts
     hidden_size      D; moe_intermediate_size is the experts' I
-    num_experts      of the model, top_k of them for a token
+    num_experts      slots of all ranks for the model's experts and their copies, top_k of them for a token
     max_num_tokens   most rows of one rank in a step
     max_num_seqs     most sequences of one rank in a step; None: as many as rows
     attention_specs  one entry a layer; empty where every attention serves the model

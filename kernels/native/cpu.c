@@ -168,6 +168,17 @@ void route_top_k(const float *logits, int64_t R, int64_t E, int64_t K, int64_t r
     }
 }
 
+/* In place, the slots of the experts `ids` [T, K]: of expert e row t takes slots[e, (t + first) % copies[e]], or without
+ * `spread` slots[e, 0]. slots [E, C], copies [E]. -1 stays. */
+void expert_slots(int64_t *ids, int64_t T, int64_t K, const int32_t *slots, const int32_t *copies, int64_t C,
+                  int64_t first, int64_t spread)
+{
+    for (int64_t t = 0; t < T; t++, ids += K)
+        for (int64_t k = 0; k < K; k++)
+            if (ids[k] >= 0)
+                ids[k] = slots[ids[k] * C + (spread ? (t + first) % copies[ids[k]] : 0)];
+}
+
 enum { SILU, GELU, GELU_TANH, CLAMPED_SWIGLU }; /* in the order of kernels.activation.ACTIVATIONS */
 
 /* erfc(x) for x >= 0, absolute error below 3e-7 (Abramowitz and Stegun, 7.1.26). Vectorises, unlike erfcf. */

@@ -41,6 +41,7 @@ _SIGNATURES = {
     "norm_and_rotate": [_POINTER, _INT, _POINTER, _FLOAT, _POINTER] + [_INT] * 3,
     "rms_norm": [_POINTER] * 2 + [_FLOAT] + [_INT] * 2 + [_POINTER],
     "route_top_k": [_POINTER] + [_INT] * 5 + [_FLOAT] + [_POINTER] * 2,
+    "expert_slots": [_POINTER, *[_INT] * 2, *[_POINTER] * 2, *[_INT] * 3],
     "store_kv": [_POINTER, _INT] * 2 + [_POINTER] + [_INT] * 2 + [_POINTER] * 2,
     "route_pairs": [_POINTER, *[_INT] * 4, *[_POINTER] * 3],
     "sum_rows": [_POINTER] * 3 + [_INT] * 3 + [_POINTER],

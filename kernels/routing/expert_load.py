@@ -1,52 +1,66 @@
-"""The load of a rank's experts, sampled in some steps. L layers, e local experts."""
+"""The rows of a rank's experts, added up on its device in every step. L layers of the model, s slots of the rank.
 
-from dataclasses import dataclass
+Padding rows reach no expert, so neither they nor idle ranks count.
+"""
+
+from itertools import groupby
 
 import torch
 
 
-@dataclass(frozen=True)
-class LoadSample:
-    """One step of one rank.
+class ExpertLoad:
+    """Adds up the rows that come to each slot of one rank, in each layer, without a wait for the device.
 
-    rows          (token, expert) pairs of this rank's experts, over all layers
-    balancedness  mean rows of an expert over the rows of the busiest expert, over layers with rows; 1 = even
+    counting    a forward is under way that counts; outside of it a layer only reads this
+    counts_Ls   int64, zeros in layers without experts; captured graphs add to it, so its address stays. None before
+                `allocate`, and on a rank without experts: then nothing is counted
     """
 
-    rows: int
-    balancedness: float
-
-    @classmethod
-    def of(cls, offs_Le: torch.Tensor) -> "LoadSample | None":
-        """Return the sample of the int32 `offs_e` of all layers, on the host; None if no layer had rows."""
-        rows_Le = offs_Le.diff(dim=1, prepend=offs_Le.new_zeros(len(offs_Le), 1)).float()
-        rows_Le = rows_Le[offs_Le[:, -1] > 0]
-        if not len(rows_Le):
-            return None
-        balancedness = (rows_Le.mean(dim=1) / rows_Le.amax(dim=1)).mean()
-        return cls(int(rows_Le.sum()), float(balancedness))
-
-
-class ExpertLoad:
-    """Collects the loads of one rank's layers during a sampled step. Outside of it a layer only reads `watching`."""
-
     def __init__(self) -> None:
-        self.watching = False
-        self._offs_Le: list[torch.Tensor] = []
+        self.counting = False
+        self.counts_Ls: torch.Tensor | None = None
+        self._ends: list[tuple[int, torch.Tensor]] = []
 
-    def watch(self) -> None:
-        """Collect the loads of all layers until `take`."""
-        self._offs_Le.clear()
-        self.watching = True
+    def allocate(self, num_layers: int, num_slots: int, device: torch.device) -> None:
+        """Make place for the counts, or keep the place if it has this size; start from zero."""
+        shape = (num_layers, num_slots)
+        if not num_slots:
+            self.counts_Ls = None
+        elif self.counts_Ls is None or self.counts_Ls.shape != shape:
+            self.counts_Ls = torch.zeros(shape, dtype=torch.int64, device=device)
+        else:
+            self.counts_Ls.zero_()
 
-    def add(self, offs_e: torch.Tensor) -> None:
-        """Keep the `ExpertInput.offs_e` of a layer, without computing anything."""
-        self._offs_Le.append(offs_e)
+    def begin(self) -> None:
+        """Count the rows of the layers that run until `finish`."""
+        self._ends.clear()
+        self.counting = self.counts_Ls is not None
 
-    def take(self) -> torch.Tensor | None:
-        """Stop, and return int32 [L, e] of the collected layers for `LoadSample.of`, on the device, or None."""
-        self.watching = False
-        offs_Le, self._offs_Le = self._offs_Le, []
-        if not offs_Le or not offs_Le[0].numel():
-            return None
-        return torch.stack(offs_Le)
+    def add(self, layer: int, offs_s: torch.Tensor) -> None:
+        """Keep the `ExpertInput.offs_e` of a layer, without computing anything. A layer adds one for each ubatch."""
+        self._ends.append((layer, offs_s))
+
+    def finish(self) -> None:
+        """Add the rows of all layers since `begin` to the counts: few launches for all layers together."""
+        ends, self._ends = sorted(self._ends, key=lambda one: one[0]), []
+        counting, self.counting = self.counting, False
+        if not counting or not ends:
+            return
+        assert self.counts_Ls is not None
+        layers = [layer for layer, _ in groupby(ends, lambda one: one[0])]
+        offs_lus = torch.stack([offs_s for _, offs_s in ends]).view(
+            len(layers), -1, ends[0][1].numel()
+        )
+        offs_ls = offs_lus[:, 0] if len(ends) == len(layers) else offs_lus.sum(1)
+        stride = layers[1] - layers[0] if len(layers) > 1 else 1
+        if layers == [*range(layers[0], layers[-1] + 1, stride)]:
+            _add_rows(self.counts_Ls[layers[0] : layers[-1] + 1 : stride], offs_ls)
+        else:
+            for index, layer in enumerate(layers):
+                _add_rows(self.counts_Ls[layer : layer + 1], offs_ls[index : index + 1])
+
+
+def _add_rows(counts_ls: torch.Tensor, offs_ls: torch.Tensor) -> None:
+    """Add the rows of slots that end at these offsets."""
+    counts_ls += offs_ls
+    counts_ls[:, 1:] -= offs_ls[:, :-1]

@@ -16,6 +16,9 @@ from typing import Literal
 
 import torch
 
+from kernels.routing.expert_slots import to_slots
+from kernels.slot_table import SlotTable
+
 Law = Literal["uniform", "zipf", "balanced"]
 
 NOISE_BITS = 16
@@ -55,10 +58,14 @@ class ForcedRouting:
         input_ids_T: torch.Tensor,
         positions_T: torch.Tensor,
         num_tokens: int | torch.Tensor,
+        table: SlotTable | None = None,
+        *,
+        spread: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return topk_idx int64 [T, K], different within a row, and topk_weights float32 [T, K], all 1 / K.
 
         num_tokens   rows from it on get ids of -1; an int, or an integer tensor [1] on the device
+        table, spread   return slots in the place of experts, see kernels.routing.expert_slots; None: experts
         """
         if positions_T.is_cuda:
             from kernels.triton.forced_route import forced_route
@@ -72,11 +79,13 @@ class ForcedRouting:
                 layer=self._layer,
                 top_k=self._top_k,
                 num_tokens=num_tokens,
+                table=table,
+                spread=spread,
             )
         ids_TK = self._draw(input_ids_T, positions_T)
         padding = torch.arange(len(ids_TK)) >= num_tokens
         ids_TK.masked_fill_(padding.unsqueeze(1), -1)
-        return ids_TK, torch.full(ids_TK.shape, 1.0 / self._top_k)
+        return to_slots(ids_TK, table, spread), torch.full(ids_TK.shape, 1.0 / self._top_k)
 
     def _draw(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Return int64 [T, K] on CPU, equal to the result of `kernels/triton/forced_route.py`."""

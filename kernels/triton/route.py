@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.slot_table import SlotTable
 from kernels.triton.pdl import begin, dependent_launch
+from kernels.triton.slots import expert_slots, slot_arguments
 
 
 @triton.jit
@@ -33,13 +35,16 @@ def top_k_keys(
     return best_keys
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_tokens_ptr"])
+@triton.jit(do_not_specialize=["num_tokens", "num_tokens_ptr", "first"])
 def _route_top_k(
     logits_ptr,
     num_tokens,
     num_tokens_ptr,
     ids_ptr,
     weights_ptr,
+    slots_ptr,
+    copies_ptr,
+    first,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -48,6 +53,8 @@ def _route_top_k(
     SIGMOID: tl.constexpr,
     SCALING: tl.constexpr,
     ON_DEVICE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPREAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
@@ -79,7 +86,8 @@ def _route_top_k(
         weights = weights * SCALING
     if ON_DEVICE:
         num_tokens = tl.load(num_tokens_ptr)
-    ids = tl.where(token < num_tokens, ids, -1)
+    routed = chosen & (token < num_tokens)
+    ids = expert_slots(ids, routed, token, slots_ptr, copies_ptr, first, COLUMNS, SPREAD)
     tl.store(ids_ptr + token * TOP_K + choice, ids, mask=chosen)
     tl.store(weights_ptr + token * TOP_K + choice, weights, mask=chosen)
 
@@ -92,20 +100,24 @@ def route_top_k(
     *,
     scoring_func: str = "softmax",
     routed_scaling_factor: float = 1.0,
+    table: SlotTable | None = None,
+    spread: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return topk_idx int64 [T, K], best first, and their weights float32 [T, K].
+    """Return the chosen experts int64 [T, K], best first, and their weights float32 [T, K].
 
     logits       any floating dtype, contiguous
     norm_topk_prob  divide the weights of a row by their sum
     num_tokens   rows from it on get ids of -1; an integer tensor [1] on the device is read at each replay of a graph
     scoring_func "softmax" over all logits of a row, or "sigmoid" of each
     routed_scaling_factor  factor on the weights
+    table, spread   return slots in the place of experts, see kernels.routing.expert_slots; None: experts
     """
     num_rows, num_experts = logits_TE.shape
     assert logits_TE.is_contiguous()
     ids_TK = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits_TE.device)
     weights_TK = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits_TE.device)
     on_device = isinstance(num_tokens, torch.Tensor)
+    slots, constants = slot_arguments(table, spread, ids_TK)
     if num_rows:
         _route_top_k[(num_rows,)](
             logits_TE,
@@ -113,6 +125,7 @@ def route_top_k(
             num_tokens if on_device else ids_TK,
             ids_TK,
             weights_TK,
+            *slots,
             NUM_EXPERTS=num_experts,
             TOP_K=top_k,
             BLOCK_E=triton.next_power_of_2(num_experts),
@@ -121,6 +134,7 @@ def route_top_k(
             SIGMOID=scoring_func == "sigmoid",
             SCALING=routed_scaling_factor,
             ON_DEVICE=on_device,
+            **constants,
             **dependent_launch(num_rows),
             num_warps=1,
         )

@@ -7,7 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.slot_table import SlotTable
 from kernels.triton.route import top_k_keys
+from kernels.triton.slots import expert_slots, slot_arguments
 
 
 @triton.jit
@@ -41,7 +43,7 @@ def _open_groups(
     return is_open
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_tokens_ptr"])
+@triton.jit(do_not_specialize=["num_tokens", "num_tokens_ptr", "first"])
 def _route_groups(
     logits_ptr,
     bias_ptr,
@@ -49,6 +51,9 @@ def _route_groups(
     num_tokens_ptr,
     ids_ptr,
     weights_ptr,
+    slots_ptr,
+    copies_ptr,
+    first,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -62,6 +67,8 @@ def _route_groups(
     SIGMOID: tl.constexpr,
     SCALING: tl.constexpr,
     ON_DEVICE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
@@ -92,7 +99,8 @@ def _route_groups(
     weights = weights * SCALING
     if ON_DEVICE:
         num_tokens = tl.load(num_tokens_ptr)
-    ids = tl.where(token < num_tokens, ids, -1)
+    routed = (nth < TOP_K) & (token < num_tokens)
+    ids = expert_slots(ids, routed, token, slots_ptr, copies_ptr, first, COLUMNS, SPREAD)
     tl.store(ids_ptr + token * TOP_K + nth, ids, mask=nth < TOP_K)
     tl.store(weights_ptr + token * TOP_K + nth, weights, mask=nth < TOP_K)
 
@@ -109,14 +117,17 @@ def route_groups(
     norm_topk_prob: bool,
     scoring_func: str,
     routed_scaling_factor: float,
+    table: SlotTable | None = None,
+    spread: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return topk_idx int64 [T, K], best first, and their weights float32 [T, K].
+    """Return the chosen experts int64 [T, K], best first, and their weights float32 [T, K].
 
     logits       float32, contiguous; bias float32, for the choice alone, None: no bias
     num_tokens   rows from it on get ids of -1; an integer tensor [1] on the device is read at each replay of a graph
     group_score  score of a group: "max" of its experts, or the sum of its two best ("top2")
     scoring_func "softmax" over all logits of a row, or "sigmoid" of each
     norm_topk_prob  divide the weights of a row by their sum; routed_scaling_factor: factor on the weights
+    table, spread   return slots in the place of experts, see kernels.routing.expert_slots; None: experts
     """
     num_rows, num_experts = logits_TE.shape
     assert logits_TE.is_contiguous() and num_experts % num_groups == 0
@@ -124,6 +135,7 @@ def route_groups(
     ids_TK = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits_TE.device)
     weights_TK = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits_TE.device)
     on_device = isinstance(num_tokens, torch.Tensor)
+    slots, constants = slot_arguments(table, spread, ids_TK)
     if num_rows:
         _route_groups[(num_rows,)](
             logits_TE,
@@ -132,6 +144,7 @@ def route_groups(
             num_tokens if on_device else ids_TK,
             ids_TK,
             weights_TK,
+            *slots,
             NUM_EXPERTS=num_experts,
             TOP_K=top_k,
             NUM_GROUPS=num_groups,
@@ -145,6 +158,7 @@ def route_groups(
             SIGMOID=scoring_func == "sigmoid",
             SCALING=routed_scaling_factor,
             ON_DEVICE=on_device,
+            **constants,
             num_warps=1,
         )
     return ids_TK, weights_TK

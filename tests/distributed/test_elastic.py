@@ -72,7 +72,8 @@ def live(
                 epoch.engine.stop()
 
         epoch.start_engine(publish, lambda step: None)
-        assert len(process.experts) == len(process.expert_map.experts_of(process.rank))
+        for block in process.model.moe_blocks().values():
+            assert block.held == [*process.experts.map.experts_of(process.rank)]
         if number == STAYS:
             for request in requests():
                 emitted = list(tokens[request.request_id])

@@ -155,9 +155,16 @@ class Compared:
         form = planner.form(batch, key.rows, prompts=prompts)
         kind = key.mode.name, form.name, key.ubatch
         self.kinds[kind] += 1
+        load = runner._backends.expert_load
+        before_Ls = load.counts_Ls.clone()
         replayed = self._replay(batch, key)
+        of_replay_Ls = load.counts_Ls - before_Ls
         planner.plan_graph(batch, key.rows, form, prompts=prompts)
+        load.begin()
         same = self._eager(batch, key)
+        load.finish()
+        if not torch.equal(load.counts_Ls - before_Ls, 2 * of_replay_Ls):
+            self.wrong.append((*kind, key.rows, batch.num_tokens, "rows of experts"))
         if not all(torch.equal(*pair) for pair in zip(replayed, same, strict=True)):
             worst = max(calc_diff(*pair) for pair in zip(replayed, same, strict=True))
             self.wrong.append((*kind, key.rows, batch.num_tokens, worst))

@@ -21,6 +21,7 @@ from cluster.errors import BadRequestError, NotFoundError
 from cluster.metrics.snapshot import Snapshot
 from cluster.supervisor.status import GroupStatus
 from tests.checkpoints.writer import make_checkpoint
+from workers.specs.expert_layout import ExpertLayout
 from workers.wire.request import RequestOutput, SamplingParams, TokenLogprobs
 
 MODEL = "tiny/model"
@@ -99,6 +100,7 @@ class FakeBackend:
         self.operations: list[tuple[str, Any]] = []
         self.adapters: dict[str, str] = {}
         self.stats: list[dict[str, Any]] = []
+        self.layouts: list[ExpertLayout] = []
         self.group_states: list[dict[str, Any]] = [GroupStatus(state="serving").to_json()]
         self.token_times: dict[int, float] = {}
         self.fail_before: Exception | None = None
@@ -195,6 +197,9 @@ class FakeBackend:
 
     async def rank_stats(self) -> list[dict[str, Any]]:
         return self.stats
+
+    async def expert_layouts(self) -> list[ExpertLayout]:
+        return self.layouts
 
     async def ingress_metrics(self, own: Snapshot) -> Snapshot:
         return own

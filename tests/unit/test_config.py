@@ -196,7 +196,9 @@ def test_unknown_key_resembling_nothing_lists_the_section(yaml_path: Path) -> No
     elsewhere = problems(yaml_path, "kernels.moe=triton")["kernels.moe"]
     assert "kernels has all2all, grouped_gemm, attention" in elsewhere
     assert elsewhere.endswith("; or did you mean overlap.mode?")
-    assert "the sections are cache, cluster, kernels" in problems(yaml_path, "zzz=1")["zzz"]
+    assert (
+        "the sections are cache, cluster, experts, kernels" in problems(yaml_path, "zzz=1")["zzz"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch):
     graphs = object.__new__(cuda_graphs.StepGraphs)
     graphs._graphs, graphs._model = {}, SimpleNamespace(device="cuda")
     graphs._postponed, graphs._ran_forms, graphs.on_demand = set(), set(), False
-    graphs._expert_load = SimpleNamespace(watching=False)
     graphs._whole = graphs._ubatches = SimpleNamespace(
         forms=lambda rows, prompts: tuple(
             GraphForm(2 * prompts + form) for form in range(rows < 66, 2)
@@ -172,7 +171,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch):
     order: list[tuple[object, ...]] = []
 
     def capture(key, form, *, run):
-        graphs._expert_load.watching = False
         order.append((*key[:3], form.name, run))
 
     monkeypatch.setattr(graphs, "_capture", capture)
@@ -208,14 +206,13 @@ def test_on_demand_each_graph_is_captured_once_when_a_step_or_an_idle_group_want
     largest = [(DECODE, 96, False), (MIXED, 96, False), (DECODE, 96, True)]
     assert list(dict.fromkeys(one[:3] for one in order)) == largest
 
-    graphs._expert_load.watching, captures = True, []
+    captures = []
     capture_all = graphs._capture_all
     graphs._capture_all = lambda keys: (captures.append(graphs.capturing), capture_all(keys))
     for _ in range(2):
         graphs.require(GraphKey(DECODE, 64))
     graphs.require(GraphKey(DECODE, 96))
     assert captures == [True] and not graphs.capturing
-    assert graphs._expert_load.watching, "the step samples the load of its experts"
     assert order[6:] == [(DECODE, 64, False, "DECODES", True)]
     while graphs.capture_next():
         pass

@@ -124,6 +124,7 @@ def test_errors_name_key_line_and_cell(folder: Path) -> None:
         ({"workload": {"prefix_groups": 2}}, "go together"),
         ({"workload": {"trace": "none.jsonl"}}, "none.jsonl does not exist"),
         ({"report": {"baseline": {"cluster.ranks": 1}}}, "is not swept; the axes are none"),
+        ({"config": {"experts": {"rebalance": "auto"}}}, "use kind http"),
         ({"config": {"cluster": {"nodes": 2, "ranks": 2, "ray_address": "auto"}}}, "one machine"),
         ({"workload": {"vocab_size": 5000}}, "random prompts of 5000 token ids; the model has"),
         (
@@ -263,7 +264,7 @@ def test_every_question_has_an_example_for_a_cpu() -> None:
     names = {path.stem for path in EXAMPLES}
     on_cpu = {name.removesuffix("-cpu") for name in names if name.endswith("-cpu")}
     on_gpus = {name for name in names if not name.endswith("-cpu")}
-    assert on_gpus - on_cpu == {"ubatches"} and on_cpu < on_gpus and len(on_cpu) == 6
+    assert on_gpus - on_cpu == {"ubatches"} and on_cpu < on_gpus and len(on_cpu) == 7
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""Maps of experts to slots: the contiguous map, and a model under a map in another order."""
+"""Maps of experts to slots: the contiguous map, maps of any order, and a model under them."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -14,10 +14,11 @@ from kernels.backends.select import probe
 from kernels.block_fp8 import BlockWeights
 from kernels.four_bit import FourBitWeights
 from kernels.grouped_gemm.native_four_bit import NativeFourBit
-from kernels.routing.expert_map import STANDBY, ContiguousMap, ExpertMap, kept_runs
+from kernels.routing.expert_map import STANDBY, ContiguousMap, PlacedMap, kept_runs
 from tests.checkpoints.writer import make_checkpoint
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from tests.unit.test_fp8_checkpoint import Fp8Gemm
+from workers.layers.moe import FREE
 from workers.models.decoder import DecoderLM
 from workers.models.registry import load_model_config
 from workers.weights.initial_weights import draw_weights
@@ -29,25 +30,9 @@ BATCH = make_batch([[1, 2, 3, 4, 5], [200, 100, 7]], [0, 0], padding=2)
 CPU = torch.device("cpu")
 
 
-class Shuffled(ExpertMap):
-    """All experts on one rank, in the order of `experts`."""
-
-    num_ranks = 1
-
-    def __init__(self, experts: Sequence[int]):
-        self._experts, self.num_experts = tuple(experts), len(experts)
-        self._slots = torch.tensor([*self._experts, -1]).argsort().roll(-1)
-        self._slots[-1] = -1
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        return (0, self.num_experts)
-
-    def experts_of(self, rank: int) -> Sequence[int]:
-        return self._experts
-
-    def to_slots(self, topk_idx_TK: torch.Tensor) -> torch.Tensor:
-        return self._slots[topk_idx_TK]
+def one_rank(*layers: Sequence[int]) -> PlacedMap:
+    """All experts on one rank, in these orders."""
+    return PlacedMap(len(layers[0]), (0, len(layers[0])), tuple(map(tuple, layers)))
 
 
 @given(st.integers(1, 40), st.integers(1, 12))
@@ -99,7 +84,10 @@ def test_logits_do_not_depend_on_the_map(tmp_path: Path, form: str) -> None:
         path = small_checkpoint(tmp_path)
         rank = OneRank(path)
     expected, contiguous = rank.logits(BATCH), rank.model
-    first, second = Shuffled([3, 1, 2, 0, 7, 5, 4, 6]), Shuffled([7, 0, 1, 2, 6, 3, 5, 4])
+    layers = len(contiguous.layers)
+    orders = [3, 1, 2, 0, 7, 5, 4, 6], [7, 0, 1, 2, 6, 3, 5, 4], [7, 6, 5, 4, 3, 2, 1, 0]
+    first = one_rank(*(orders[0], orders[2], orders[1])[:layers])
+    second = one_rank(*(orders[1], orders[0], orders[1])[:layers])
     where: dict[str, Any] = {"rank": 0, "device": CPU}
     rank.model = DecoderLM(
         rank.config, rank.backends, expert_map=first, dtype=torch.float32, **where
@@ -110,15 +98,20 @@ def test_logits_do_not_depend_on_the_map(tmp_path: Path, form: str) -> None:
     assert isinstance(held, FourBitWeights) == (form == "four_bits")
     assert_same(held[0], contiguous.layers[0].mlp.w2_eDI[3])
     torch.testing.assert_close(rank.logits(BATCH), expected)
-    kept = [0, 1, 2, 3, 4, 6, 7]
-    rank.model.hold_experts(second, 0, kept)
+    rank.model.filled()
+    for block in rank.model.moe_blocks().values():  # as after an error in the middle of a load
+        block.held[block.held.index(5)] = FREE
+    rank.model.hold_experts(second, 0)
+    missing = {(layer, 5) for layer in range(layers)}
+    assert rank.model.missing() == missing
     for slot in (s for key, s in rank.model.weight_slots().items() if "experts.5." in key):
         slot.fill(torch.full(slot.target.shape, 2.0))
     if form == "dense":
         draw = {"config": rank.config, "expert_map": second, **where}
-        draw_weights(rank.model, **draw, experts=[5])
+        draw_weights(rank.model, **draw, experts=missing)
     else:
-        load_weights(rank.model, path, config=rank.config, expert_map=second, experts=[5], **where)
+        where |= {"config": rank.config, "expert_map": second}
+        load_weights(rank.model, path, experts=missing, **where)
     torch.testing.assert_close(rank.logits(BATCH), expected)
 
 
@@ -130,8 +123,29 @@ def assert_same(found: Any, expected: Any) -> None:
     assert torch.equal(found, expected)
 
 
-def test_padding_has_no_slot() -> None:
-    shuffled = Shuffled([2, 0, 1])
-    topk_idx = torch.tensor([[0, 2], [1, -1], [-1, -1]])
-    assert shuffled.to_slots(topk_idx).tolist() == [[1, 0], [2, -1], [-1, -1]]
-    assert ContiguousMap(3, 1).to_slots(topk_idx) is topk_idx
+@given(st.integers(2, 20), st.integers(1, 5), st.integers(0, 4))
+def test_spare_slots_hold_experts_of_other_ranks(num_experts, num_ranks, spare) -> None:
+    spare = min(spare, num_experts - -(-num_experts // num_ranks))
+    found = ContiguousMap(num_experts, num_ranks, spare)
+    plain = ContiguousMap(num_experts, num_ranks)
+    for rank in range(num_ranks):
+        experts = [*found.experts_of(rank)]
+        assert experts[: len(experts) - spare] == [*plain.experts_of(rank)]
+        assert len(set(experts)) == len(experts) == len(found.slots_of(rank))
+    assert found.num_slots == num_experts + spare * num_ranks
+    assert not found.experts_of(STANDBY) and found.is_identity == (not spare)
+    PlacedMap(num_experts, found.starts, (found.experts(),))
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ((0, 1, 2), "layer 0: it has 3 slots, expected 4"),
+        ((0, 1, 1, 0), r"layer 0: experts \[2\] have no slot"),
+        ((0, 1, 2, 3), r"experts \[3\] have no slot, or are none of 0 to 2"),
+        ((0, 1, 2, 2), "layer 0: rank 1 holds an expert twice"),
+    ],
+)
+def test_a_map_without_an_expert_or_with_two_copies_on_a_rank_is_refused(slots, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        PlacedMap(3, (0, 2, 4), (slots,))

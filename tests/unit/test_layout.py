@@ -38,7 +38,7 @@ ALLOWED = {
 ORDER = {
     "kernels": (
         ("activation.py", "pending.py", "block_fp8.py", "mxfp4.py", "four_bit_format.py"),
-        ("gated_activation.py", "four_bit.py"),
+        ("gated_activation.py", "four_bit.py", "slot_table.py"),
         ("triton",),
         ("host",),
         ("native", "fused.py", "lora"),

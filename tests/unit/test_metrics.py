@@ -14,8 +14,10 @@ from cluster.metrics.ranks import GAUGES as RANK_GAUGES
 from cluster.metrics.snapshot import SnapshotTotals, add
 from cluster.supervisor.status import GroupState, GroupStatus, Rebuild
 from tests.unit.api_fakes import Api, assert_error
+from workers.stats.expert_counts import LayerRows
 from workers.stats.stats import EngineStats
 
+EVEN = "phalanx:expert_layer_balancedness"
 RANK_STATS = {
     "running": 3,
     "waiting": 2,
@@ -40,7 +42,12 @@ RANK_STATS = {
     "accepted_tokens_by_place": [10, 9, 6],
     "steps": 9,
     "idle_steps": 4,
-    "expert_rows_sampled": 33,
+    "expert_rows": 33,
+    "expert_window": LayerRows(64, [0, 30, 9]),
+    "expert_step": LayerRows(65, [0, 3, 1]),
+    "expert_layers_moved": 96,
+    "expert_moves": 2,
+    "expert_moves_cancelled": 1,
     "stale_messages": 2,
     "expert_balancedness": 0.5,
     "step_seconds": {"forward": 1.5, "vote": 0.5},
@@ -148,6 +155,27 @@ def test_every_rank_statistic_appears_by_rank():
     (info, _) = found["phalanx:cache_config_info"]
     assert dict(info)["block_size"] == "16" and dict(info)["all2all"] == "shm"
     assert found["phalanx:rank_cpu_seconds_total"][label(rank="1")] == 12.5
+    even = found["phalanx:expert_layer_balancedness"]
+    assert even == {label(layer="1"): 1, label(layer="2"): 1}  # layer 0 has no experts
+    assert found["phalanx:expert_step_imbalance"] == {label(): 1}
+
+
+def test_the_balance_of_experts_is_that_of_the_same_steps_of_all_ranks():
+    def rendered(*ranks: dict) -> dict:
+        stats = [{**RANK_STATS, "rank": rank, **own} for rank, own in enumerate(ranks)]
+        metrics = IngressMetrics()
+        metrics.set_model_name("m")
+        return parse(metrics.render(stats))
+
+    busy = {"expert_window": LayerRows(64, [0, 90, 3]), "expert_step": LayerRows(65, [0, 9, 2])}
+    idle = {"expert_window": LayerRows(64, [0, 30, 9]), "expert_step": LayerRows(65, [0, 3, 6])}
+    found = rendered(busy, idle)
+    layers = {dict(key)["layer"]: value for key, value in found[f"{EVEN}"].items()}
+    assert layers == {"1": pytest.approx(2 / 3), "2": pytest.approx(2 / 3)}
+    (step,) = found["phalanx:expert_step_imbalance"].values()
+    assert step == pytest.approx((9 + 6) / (6 + 4))
+    later = {"expert_window": LayerRows(96, [0, 30, 9]), "expert_step": None}
+    assert not {EVEN, "phalanx:expert_step_imbalance"} & rendered(busy, later).keys()
 
 
 def test_the_snapshot_of_a_real_rank_is_rendered_whole():
@@ -155,7 +183,7 @@ def test_the_snapshot_of_a_real_rank_is_rendered_whole():
     assert snapshot["expert_balancedness"] is None  # nothing looked at yet: no sample
     found = parse(IngressMetrics().render([snapshot]))
     known = {"rank", "time", "step_seconds", "kinds", "histograms", "process"}
-    known.add("accepted_tokens_by_place")
+    known |= {"accepted_tokens_by_place", "expert_window", "expert_step"}
     known.add(
         "expert_balancedness_samples"
     )  # a sum and its count, for the mean of an experiment's run

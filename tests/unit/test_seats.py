@@ -13,6 +13,7 @@ from kernels.block_fp8 import BlockWeights
 from kernels.routing.expert_map import STANDBY
 from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import rank_config
+from workers.layers.moe import FREE
 from workers.rank import process as process_module
 from workers.rank.process import RankProcess
 from workers.weights.checkpoint_files import CheckpointError
@@ -35,7 +36,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         original = getattr(process_module, name)
 
         def noting(*args: Any, original: Any = original, **options: Any) -> None:
-            calls.append(options["experts"])
+            experts = options["experts"]
+            calls.append(None if experts is None else sorted(experts))
             original(*args, **options)
 
         monkeypatch.setattr(process_module, name, noting)
@@ -48,8 +50,17 @@ def loaded(checkpoint: Path, rank: int, num_ranks: int, **sections: Any) -> Rank
     return process
 
 
+def held(process: RankProcess) -> list[list[int]]:
+    """The experts that each layer has the weights of."""
+    return [block.held for block in process.model.moe_blocks().values()]
+
+
+def in_both_layers(*experts: int) -> list[tuple[int, int]]:
+    return [(layer, expert) for layer in range(2) for expert in experts]
+
+
 def assert_weights_of(process: RankProcess, expected: RankProcess) -> None:
-    assert process.experts == expected.experts
+    assert held(process) == held(expected)
     mine, theirs = process.model.weight_slots(), expected.model.weight_slots()
     assert list(mine) == list(theirs)
     for name, slot in theirs.items():
@@ -61,7 +72,7 @@ def assert_weights_of(process: RankProcess, expected: RankProcess) -> None:
 def test_seats_taken_one_after_another(checkpoint, read, weights):
     model = {"weights": weights}
     process = loaded(checkpoint, STANDBY, 3, model=model)
-    assert process.experts == () and read == [None]
+    assert held(process) == [[], []] and read == [None]
     # (rank, ranks, experts read): 7 experts over 3, 2, 1 and 8 ranks
     seats = [
         (1, 3, [3, 4]),
@@ -77,7 +88,7 @@ def test_seats_taken_one_after_another(checkpoint, read, weights):
         read.clear()
         process.become(rank, rank_config(checkpoint, num_ranks, model=model))
         process.load()
-        assert read == ([] if missing is None else [missing])
+        assert read == ([] if missing is None else [in_both_layers(*missing)])
         fresh = loaded(checkpoint, rank, num_ranks, model=model)
         assert_weights_of(process, fresh)
         fresh.close()
@@ -91,11 +102,11 @@ def test_a_checkpoint_that_is_gone_for_a_while(checkpoint, read):
     for _ in range(2):
         with pytest.raises(CheckpointError, match=str(checkpoint)):
             process.load()
-    assert process.experts == (0, 1, 2)
+    assert held(process) == [[0, 1, 2, FREE]] * 2
     hidden.rename(checkpoint)
     read.clear()
     process.load()
-    assert read == [[3]]
+    assert read == [in_both_layers(3)]
     fresh = loaded(checkpoint, 0, 2)
     assert_weights_of(process, fresh)
     fresh.close()

@@ -2,24 +2,27 @@
 
 import math
 import pickle
-from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kernels.routing.expert_load import ExpertLoad, LoadSample
+from kernels.routing.expert_load import ExpertLoad
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from tests.unit.schedulers import make_scheduler
 from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS
+from workers.stats.expert_counts import KEPT, LayerRows, balancedness
 from workers.stats.histogram import Histogram
 from workers.stats.invalid_logits import InvalidLogits
 from workers.stats.process_info import process_info
 from workers.stats.request_times import RequestTimer
-from workers.stats.stats import EXPERT_LOAD_EVERY, EngineStats, HostTimes
+from workers.stats.stats import EngineStats, HostTimes
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.sequence import PROMPT, VERIFY, ScheduledSequence, Sequence
 from workers.step.step_output import RunTimes, StepOutput
-from workers.step.step_sync import GraphMode, StepPlan
+from workers.step.step_sync import LOAD_STEPS, GraphMode, StepPlan
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
 
 
@@ -113,14 +116,16 @@ def step(
     stats: EngineStats,
     *seqs: Sequence,
     plan: StepPlan | None = None,
-    model: Callable[[], LoadSample | None] = lambda: None,
+    expert_counts: np.ndarray | None = None,
 ) -> None:
-    """One step that samples a token for each of `seqs`; `model` runs in it."""
+    """One step that samples a token for each of `seqs`."""
     scheduler = make_scheduler()
     batch = ScheduledBatch.of([ScheduledSequence(s, PROMPT, s.num_tokens, 1) for s in seqs], seqs)
     plan = plan or StepPlan(True, (batch.num_tokens,))
     stats.before_step(batch, plan)
-    output = StepOutput.of(batch, [7] * len(seqs), times=RunTimes(3, 4, 5, 7), expert_load=model())
+    output = StepOutput.of(
+        batch, [7] * len(seqs), times=RunTimes(3, 4, 5, 7), expert_counts=expert_counts
+    )
     host = HostTimes(schedule=1, vote=2)
     stats.record_step(scheduler, batch, plan, host, output, generated=len(seqs), publish=6)
 
@@ -170,53 +175,88 @@ def test_steps_are_counted_by_kind_and_size():
     assert found["process"]["resident_bytes"] > 1e6
 
 
-def test_expert_load_is_looked_at_now_and_then():
+def test_the_load_of_experts_is_read_in_pairs_of_steps():
+    """A window between every other reading, one step between the readings of a pair."""
+    stats, counts = EngineStats(), np.zeros((3, 4), dtype=np.int64)
+    for number in range(2 * LOAD_STEPS + 2):
+        counts += [[2, 4, 2, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
+        counts[0, 3] += 16 * (number == LOAD_STEPS + 1)
+        load_step = number if number % LOAD_STEPS < 2 else None
+        plan = StepPlan(True, (0,), load_step=load_step)
+        step(stats, plan=plan, expert_counts=None if load_step is None else counts.copy())
+        if number == 0:
+            found = stats.snapshot()
+            assert found["expert_rows"] == 12 and found["expert_balancedness"] is None
+            assert found["expert_window"] == LayerRows(0, [8, 0, 4])
+            assert found["expert_step"] is None
+    found = pickle.loads(pickle.dumps(stats.snapshot()))
+    assert found["expert_rows"] == 12 * number + 12 + 16
+    assert found["expert_window"] == LayerRows(
+        2 * LOAD_STEPS, [8 * LOAD_STEPS + 16, 0, 4 * LOAD_STEPS]
+    )
+    assert found["expert_step"] == LayerRows(2 * LOAD_STEPS + 1, [8, 0, 4])
+    assert found["expert_balancedness"] == pytest.approx((0.5 + 1) / 2)
+    mixed = (6 / 16 + 1) / 2
+    assert found["expert_balancedness_samples"] == (3, pytest.approx(0.75 + mixed + 0.75))
+    assert stats.work.total.expert_rows == 12 + 28 + 12
+    recent = KEPT * (KEPT * 1 + LOAD_STEPS) + LOAD_STEPS
+    assert stats.experts.recent_Ls[2].tolist() == pytest.approx([recent] * 4)
+
+
+def test_a_reading_without_the_step_before_is_no_step():
+    stats = EngineStats()
+    counts = np.ones((1, 2), dtype=np.int64)
+    step(stats, plan=StepPlan(True, (0,), load_step=1), expert_counts=counts)
+    step(stats, plan=StepPlan(True, (0,), load_step=LOAD_STEPS + 1), expert_counts=2 * counts)
+    assert stats.snapshot()["expert_step"] is None and stats.snapshot()["expert_rows"] == 4
+    step(stats, plan=StepPlan(True, (0,), load_step=64), expert_counts=2 * counts)
+    step(stats, plan=StepPlan(True, (0,), load_step=65), expert_counts=2 * counts)
+    assert stats.snapshot()["expert_balancedness"] is None, "a step without rows has no balance"
+
+
+@given(st.data())
+def test_rows_are_added_up_by_layer_and_slot_over_ubatches(data):
+    num_layers, num_slots = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
+    layers = sorted(data.draw(st.sets(st.integers(0, num_layers - 1), min_size=1)))
+    num_ubatches = data.draw(st.integers(1, 3))
+    load, expected = ExpertLoad(), torch.zeros(num_layers, num_slots, dtype=torch.int64)
+    load.allocate(num_layers, num_slots, torch.device("cpu"))
+    for _ in range(2):
+        load.begin()
+        parts = data.draw(st.permutations(layers * num_ubatches))
+        for layer in parts:
+            rows = data.draw(st.lists(st.integers(0, 9), min_size=num_slots, max_size=num_slots))
+            load.add(layer, torch.tensor(rows, dtype=torch.int32).cumsum(0, dtype=torch.int32))
+            expected[layer] += torch.tensor(rows)
+        load.finish()
+        assert not load.counting
+    counts = load.counts_Ls
+    assert torch.equal(counts, expected)
+    load.allocate(num_layers, num_slots, torch.device("cpu"))
+    assert load.counts_Ls is counts and not counts.any(), "graphs hold the address"
+
+
+def test_a_rank_without_experts_counts_nothing():
     load = ExpertLoad()
-    stats = EngineStats(load)
-    looked = 0
-
-    def model() -> LoadSample | None:
-        nonlocal looked
-        if not load.watching:
-            return None
-        looked += 1
-        load.add(torch.tensor([4, 8, 8, 12], dtype=torch.int32))  # 4, 4, 0 and 4 rows
-        load.add(torch.tensor([0, 0, 0, 0], dtype=torch.int32))
-        load.add(torch.tensor([2, 4, 6, 8], dtype=torch.int32))
-        return LoadSample.of(load.take())
-
-    for _ in range(2 * EXPERT_LOAD_EVERY):
-        step(stats, model=model)
-    found = stats.snapshot()
-    assert looked == 2 and found["expert_rows_sampled"] == 40
-    assert found["expert_balancedness"] == pytest.approx((0.75 + 1) / 2)
-    assert found["expert_balancedness_samples"] == (2, pytest.approx(0.75 + 1))
+    load.allocate(3, 0, torch.device("cpu"))
+    load.begin()
+    assert not load.counting and load.counts_Ls is None
+    load.finish()
 
 
-def test_expert_load_without_rows_or_layers():
-    load = ExpertLoad()
-    load.watch()
-    assert load.take() is None
-    load.watch()
-    load.add(torch.zeros(4, dtype=torch.int32))
-    assert LoadSample.of(load.take()) is None
-    load.watch()
-    load.add(torch.zeros(0, dtype=torch.int32))  # a rank without experts
-    assert load.take() is None and not load.watching
-
-
-def test_the_model_reports_while_it_is_watched(tmp_path):
+def test_the_model_counts_tokens_but_no_padding(tmp_path):
     rank = OneRank(small_checkpoint(tmp_path / "model"))
     load = rank.model.layers[0][1].expert_load
-    batch = make_batch([[1, 2, 3, 4, 5]], [0])
+    load.allocate(3, 8, torch.device("cpu"))
+    batch = make_batch([[1, 2, 3, 4, 5]], [0], padding=3)
     rank.logits(batch)
-    assert load.take() is None
-    load.watch()
+    assert not load.counts_Ls.any(), "nothing has begun"
+    load.begin()
     rank.logits(batch)
-    sample = LoadSample.of(load.take())
+    load.finish()
     # Every expert is here: each token reaches 3 of them in each of 3 layers.
-    assert sample.rows == 5 * 3 * 3
-    assert 3 / 8 <= sample.balancedness < 1
+    assert load.counts_Ls.sum(1).tolist() == [5 * 3] * 3
+    assert 3 / 8 <= balancedness(load.counts_Ls.numpy()) < 1
 
 
 def test_process_info():

@@ -181,3 +181,33 @@ def test_plans_are_safe(group, equal):
     if plan.graph_mode:
         votes_of = [getattr(v, graph_rows[plan.graph_mode]) for v in group]
         assert all(votes_of) and plan.padded_tokens == max(votes_of)
+
+
+def test_all_ranks_read_the_load_of_experts_in_equal_pairs_of_steps():
+    read = [
+        decide(rows(vote(3, step=step), vote(step=step)), RAGGED).load_step for step in range(100)
+    ]
+    assert [step for step in read if step is not None] == [
+        *(0, 1, 16, 17, 32, 33, 48, 49, 64, 65, 80, 81, 96, 97)
+    ]
+
+
+def test_a_layer_of_experts_is_committed_when_all_ranks_have_staged_it():
+    def commit(*moves: tuple[int, int], tokens: int = 3) -> int | None:
+        votes = [vote(tokens, move=move, move_staged=staged) for move, staged in moves]
+        return decide(rows(*votes), RAGGED).move_commit
+
+    assert commit((4, 1), (4, 1)) == 0 and commit((4, 7), (4, 7)) == 6
+    assert commit((4, 1), (4, 1), tokens=0) == 0, "also while all ranks are idle"
+    for moves in [((4, 1), (4, 0)), ((4, 1), (0, 0)), ((4, 1), (5, 1)), ((4, 2), (4, 1))]:
+        assert commit(*moves) is None, moves
+    assert commit((0, 0), (0, 0)) is None
+
+
+def test_one_rank_cancels_a_move_for_all_and_the_plan_names_the_late_ranks():
+    staged, late = {"move": 4, "move_staged": 2}, {"move": 4}
+    votes = vote(3, **staged, move_cancel=4), vote(**staged), vote(**late), vote()
+    plan = decide(rows(*votes), RAGGED)
+    assert (plan.move_cancelled, plan.move_late, plan.move_commit) == (4, (2, 3), None)
+    plan = decide(rows(vote(3, **staged, move_cancel=4), vote(3, **staged)), RAGGED)
+    assert (plan.move_cancelled, plan.move_commit) == (4, None), "a cancel comes before a commit"

@@ -60,6 +60,17 @@ def test_tokens_of_verify_graphs_equal_those_of_eager_steps(captured, params):
     assert forms == {GraphForm.MIXED}
 
 
+def test_replays_count_the_rows_of_experts_as_eager_steps(captured):
+    served, params = captured, {"max_tokens": 5}
+    engine, load = served.epoch.engine, served.epoch.backends.expert_load
+    sizes, counted = engine._graph_sizes, []
+    for graphs in (GraphSizes(), sizes):
+        engine._graph_sizes, before_Ls = graphs, load.counts_Ls.clone()
+        served.run(PROMPTS, no_drafts, next(SALTS), **params)
+        counted.append(load.counts_Ls - before_Ls)
+    assert counted[0].sum() > 0 and counted[0].equal(counted[1])
+
+
 def test_graphs_are_timed_with_states(of_states, monkeypatch):
     """Decodes and drafts read and write the slots of sequences, and tokens afterwards are those of before."""
     runner = of_states.epoch.runner

@@ -8,7 +8,6 @@ it. A failure outside the collectives is carried to the next vote, so that all r
 leave through `publish`, wakes through `wake_peers`.
 """
 
-import logging
 import threading
 import time
 from collections import defaultdict, deque
@@ -19,6 +18,7 @@ from typing import Literal
 from kernels.host.owned import start_thread
 from kernels.pending import Pending
 from workers.engine.arrivals import Arrivals
+from workers.engine.expert_moves import ExpertMoves
 from workers.engine.messages import Abort, AbortIngress, Message, Refusal
 from workers.overlap.policy import OverlapPolicy, never
 from workers.runner.draft_passes import draft_vote, enter_plan
@@ -46,8 +46,6 @@ from workers.step.step_sync import (
 )
 from workers.wire.request import EngineRequest, RequestOutput
 
-logger = logging.getLogger(__name__)
-
 Publish = Callable[[str, list[RequestOutput]], None]
 UNHEALTHY = 1
 LOAD_INTERVAL_STEPS = 16  # steps
@@ -74,7 +72,7 @@ class Engine:
     asynchronous                  commit a step after the next one is launched; the runner must be asynchronous too
     overlap                       decides when this rank wants its steps in ubatches; the runner must have `ubatches`
     graph_sizes                   sizes of the runner's graphs
-    prefill_cap                   prompt tokens of steps with decodes; without it, no limit
+    prefill_cap, moves            prompt tokens of steps with decodes, and moves of experts; without them, neither
     """
 
     def __init__(
@@ -93,6 +91,7 @@ class Engine:
         overlap: OverlapPolicy | None = None,
         graph_sizes: GraphSizes | None = None,
         prefill_cap: PrefillCap | None = None,
+        moves: ExpertMoves | None = None,
     ):
         self.scheduler = scheduler
         self.runner = runner
@@ -104,6 +103,7 @@ class Engine:
         self._wake_peers = wake_peers
         self._graph_sizes = graph_sizes or GraphSizes()
         self._prefill_cap = prefill_cap
+        self.moves = moves or ExpertMoves()
         self._next_cap = 0  # of prompt tokens in the next step
         self._committed_at = 0.0  # time of the last commit; 0 = the group has slept since
         self._max_in_flight = int(asynchronous)
@@ -210,6 +210,7 @@ class Engine:
         scheduled = time.perf_counter()
         schedule_s = scheduled - started - self._commit_s
         plan = self._vote(batch)
+        self.moves.act(plan)
         if self.scheduler.adapters is not None:
             self.scheduler.adapters.follow(plan)
         voted = time.perf_counter()
@@ -263,8 +264,7 @@ class Engine:
         return batch
 
     def _vote(self, batch: ScheduledBatch | None) -> StepPlan:
-        failure = self._failure
-        num_tokens = batch.num_tokens if batch else 0
+        failure, num_tokens = self._failure, batch.num_tokens if batch else 0
         mode = batch.forward_mode if batch else ForwardMode.IDLE
         vote = Vote(
             epoch=self._epoch,
@@ -275,6 +275,7 @@ class Engine:
             prefill_tokens=batch.prefill_tokens if batch else 0,
             prefill_cap=self._cap_of(batch),
             **draft_vote(self.scheduler.speculator, batch, self._step),
+            **self.moves.vote(),
             **self.scheduler.adapter_vote(batch),
             has_work=self.scheduler.has_work,
             wants_stop=self._stopping,
@@ -330,8 +331,8 @@ class Engine:
 
     def _publish_and_record(self) -> None:
         """Publish the outputs since the last call, and count the steps that were committed."""
-        started = time.perf_counter()
-        outputs, self._outputs = self._outputs, defaultdict(list)
+        started, outputs = time.perf_counter(), self._outputs
+        self._outputs = defaultdict(list)
         for ingress_id, messages in outputs.items():
             self._publish(ingress_id, messages)
         if self._step % LOAD_INTERVAL_STEPS == 0:
@@ -368,8 +369,7 @@ class Engine:
         except Exception as error:
             self.fail(error)
         with self._changed:
-            self._asleep = True
-            self._committed_at = 0.0
+            self._asleep, self._committed_at = True, 0.0
             self._changed.wait_for(self._must_vote)
             self._asleep = False
             woken_by_peer = self._woken_by_peer()

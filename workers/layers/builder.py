@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -14,6 +15,24 @@ from kernels.routing.forced_routing import ForcedRouting
 from workers.layers.linear import DenseLinear, FourBitLinear, Fp8Linear, Linear
 from workers.layers.norm import RMSNorm
 
+Copies = Literal["auto", "one", "all"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a model may place its experts.
+
+    movable   the map may change while the layers serve, so routing reads a table even where slots are experts
+    copies    which copy of an expert rows take: one = the first; all = all in turn; auto = all in forwards with prompts
+    """
+
+    movable: bool = False
+    copies: Copies = "auto"
+
+
+STILL = Placement()
+"""The map of a process stays while it serves."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBuilder:
@@ -24,6 +43,7 @@ class LayerBuilder:
     fp8              names of the parameters that are held in FP8
     four_bit         names of the parameters that are held in four bits, to their formats
     norm_offset      ModelConfig.norm_offset
+    placement        how experts may be placed, and which copy of an expert a row takes
     """
 
     hidden_size: int
@@ -38,6 +58,7 @@ class LayerBuilder:
     fp8: Container[str] = frozenset()
     four_bit: Mapping[str, FourBitFormat] = field(default_factory=dict)
     norm_offset: float = 0.0
+    placement: Placement = STILL
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialised parameter, of the model's dtype unless another is given."""

@@ -3,7 +3,6 @@
 Knows no model and no checkpoint. T tokens, D hidden, I width between the two products.
 """
 
-from collections.abc import Collection
 from typing import Any, Self
 
 import torch
@@ -29,7 +28,7 @@ class MlpBlock:
         """Return the block itself, which uses no backend."""
         return self
 
-    def hold_experts(self, expert_map: ExpertMap, rank: int, kept: Collection[int]) -> None:
+    def hold_experts(self, expert_map: ExpertMap, rank: int) -> None:
         """Do nothing: the block has no experts."""
 
     def route_by(self, forced: Any) -> None:

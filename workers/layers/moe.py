@@ -3,10 +3,11 @@
 T tokens, D hidden, E experts, e experts of this rank, K experts per token, I expert width, R routed rows.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import partial
-from typing import Any, Self
+from itertools import groupby
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -15,6 +16,7 @@ from kernels.backends.select import Backends
 from kernels.lora.experts import ExpertAdapters
 from kernels.routing.expert_map import ExpertMap, kept_runs
 from kernels.routing.forced_routing import ForcedRouting
+from kernels.slot_table import SlotTable
 from workers.layers.builder import LayerBuilder
 from workers.layers.mlp import SharedExpert
 from workers.layers.router import route_tokens
@@ -22,11 +24,37 @@ from workers.specs.model import MoeSpec
 from workers.step.forward_batch import ForwardBatch
 
 ExpertWeights = Any  # torch.Tensor or BlockWeights, by the grouped product
+FREE = -1
+"""In place of an expert: the weights of the slot are undefined."""
+
+
+class SpareWeights(NamedTuple):
+    """Memory of the same form as the weights of a MoeBlock, under the same names."""
+
+    w13_e2ID: ExpertWeights
+    w2_eDI: ExpertWeights
+    b13_e2I: torch.Tensor | None
+    b2_eD: torch.Tensor | None
+
+    @property
+    def parameters(self) -> tuple[ExpertWeights, ...]:
+        """As MoeBlock.parameters."""
+        return tuple(weights for weights in self if weights is not None)
+
+
+class StagedMap(NamedTuple):
+    """A new map of a layer. experts: of this rank's slots; table: on the device."""
+
+    experts: list[int]
+    table: SlotTable
 
 
 class MoeBlock:
     """residual + the weighted sum of the chosen experts' MLPs + the shared expert's MLP, of norm(residual).
 
+    wanted   the expert of each slot of this rank
+    held     the expert that each slot has the weights of, or FREE; a view by `with_backends` shares the list
+    table    the map of the layer; None: slots are experts
     lora   the slots of adapters of the experts; None: the experts take none
     """
 
@@ -39,8 +67,8 @@ class MoeBlock:
         self.all2all = builder.backends.all2all
         self.grouped_gemm = builder.backends.grouped_gemm
         self.expert_load = builder.backends.expert_load
-        self.expert_map = builder.expert_map
-        self.experts = self.expert_map.experts_of(builder.rank)
+        self._device, self._placement = builder.device, builder.placement
+        self.held: list[int] = []
         self._dim = dim = builder.hidden_size
         self.norm = builder.norm(dim)
         self.router = builder.dense(spec.num_experts, dim, bias=spec.router.logit_bias)
@@ -52,7 +80,8 @@ class MoeBlock:
             self.grouped_gemm.empty_weights, device=builder.device, dtype=builder.dtype
         )
         self._empty_bias = builder.empty
-        self._hold_empty(len(self.experts))
+        self._hold_empty(0)
+        self.hold_experts(builder.expert_map, builder.rank)
         self.shared = None if spec.shared is None else SharedExpert(builder, spec.shared)
 
     def _hold_empty(self, num_experts: int) -> None:
@@ -66,6 +95,11 @@ class MoeBlock:
             self.b2_eD = self._empty_bias(num_experts, dim)
 
     @property
+    def parameters(self) -> tuple[ExpertWeights, ...]:
+        """All tensors with a first axis of this rank's slots."""
+        return (self.w13_e2ID, self.w2_eDI, *(self._biases or ()))
+
+    @property
     def _biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.b13_e2I is None or self.b2_eD is None:
             return None
@@ -75,15 +109,55 @@ class MoeBlock:
         """Let the layer's router choose experts, or a law instead; see DecoderLM."""
         self.forced_routing = None if forced is None else forced(layer=self._layer)
 
-    def hold_experts(self, expert_map: ExpertMap, rank: int, kept: Collection[int]) -> None:
-        """Allocate weights of the experts of `rank`, and keep the values of `kept`, which are held before and after."""
-        before, weights = self.experts, (self.w13_e2ID, self.w2_eDI, *(self._biases or ()))
-        self.expert_map, self.experts = expert_map, expert_map.experts_of(rank)
-        self._hold_empty(len(self.experts))
-        held_now = (self.w13_e2ID, self.w2_eDI, *(self._biases or ()))
-        for to, at in kept_runs(before, self.experts, kept):
-            for new, source in zip(held_now, weights, strict=True):
-                new[to].copy_(source[at])
+    def hold_experts(self, expert_map: ExpertMap, rank: int) -> None:
+        """Take the place of `rank` in a map; weights that are held stay, the others are undefined until `filled`."""
+        self.wanted = [*expert_map.experts_of(rank, self._layer)]
+        before, weights = self.held, self.parameters if self.held else ()
+        kept = set(before) & set(self.wanted)
+        if len(before) != len(self.wanted) or any(
+            before.index(expert) != self.wanted.index(expert) for expert in kept
+        ):
+            self._hold_empty(len(self.wanted))
+            for to, at in kept_runs(before, self.wanted, kept):
+                for new, source in zip(self.parameters, weights, strict=True):
+                    new[to].copy_(source[at])
+        self.held = [expert if expert in kept else FREE for expert in self.wanted]
+        self.table = None
+        if self._placement.movable or not expert_map.is_identity:
+            self.table = SlotTable.of(
+                expert_map.experts(self._layer),
+                expert_map.starts,
+                expert_map.num_experts,
+                rank,
+                self._device,
+            )
+
+    def spare_weights(self) -> "SpareWeights":
+        """Return memory for the weights of as many experts as the rank has slots in this layer."""
+        before = self.parameters
+        self._hold_empty(len(self.wanted))
+        spare = SpareWeights(self.w13_e2ID, self.w2_eDI, self.b13_e2I, self.b2_eD)
+        self.w13_e2ID, self.w2_eDI, *biases = before
+        self.b13_e2I, self.b2_eD = biases or (None, None)
+        return spare
+
+    def commit(self, places: Sequence[int], spare: "SpareWeights", staged: "StagedMap") -> None:
+        """Take these places of `spare` and the map of the layer in place, on the current stream."""
+        assert self.table is not None, "the map of this layer stays"
+        for begin, end in runs(places):
+            for weights, new in zip(self.parameters, spare.parameters, strict=True):
+                weights[begin:end].copy_(new[begin:end])
+        self.table.copy_from(staged.table)
+        self.wanted[:] = self.held[:] = staged.experts
+
+    def missing(self) -> list[int]:
+        """Return the experts that the rank has slots for, but not the weights."""
+        pairs = zip(self.wanted, self.held, strict=True)
+        return [wanted for wanted, held in pairs if wanted != held]
+
+    def filled(self) -> None:
+        """Note that the weights of all experts are there."""
+        self.held[:] = self.wanted
 
     def with_backends(self, backends: Backends) -> Self:
         """Return a view of the same weights that calls another all-to-all and grouped product of the same kinds."""
@@ -97,8 +171,7 @@ class MoeBlock:
         """Every rank calls this in every step, with tokens or without. residual_TD is overwritten."""
         buffer_TD = self.all2all.dispatch_buffer(len(residual_TD))
         residual_TD, h_TD = self.norm.add(residual_TD, hidden_TD, buffer_TD)
-        topk_idx_TK, topk_weights_TK = self._route(h_TD, batch)
-        slots_TK = self.expert_map.to_slots(topk_idx_TK)
+        slots_TK, topk_weights_TK = self._route(h_TD, batch)
         if self.all2all.adapters:
             slots_T = None if self.lora is None else batch.adapter_slots
             slots_TK, topk_weights_TK = with_slots(slots_TK, topk_weights_TK, slots_T)
@@ -106,8 +179,8 @@ class MoeBlock:
         if self.shared is not None:  # computed while the rows travel
             residual_TD = self.shared.add_to(residual_TD, h_TD, batch.adapters)
         expert_input = pending.wait()
-        if self.expert_load.watching:
-            self.expert_load.add(expert_input.offs_e)
+        if self.expert_load.counting:
+            self.expert_load.add(self._layer, expert_input.offs_e)
         adapters = None if batch.adapters is None else self.lora
         y_RD = self.grouped_gemm(
             expert_input, self.w13_e2ID, self.w2_eDI, self.spec.activation, self._biases, adapters
@@ -115,9 +188,40 @@ class MoeBlock:
         return residual_TD, self.all2all.combine(y_RD, expert_input.handle).wait()
 
     def _route(self, h_TD: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots of each row's experts, and their weights."""
+        copies, table = self._placement.copies, self.table
+        spread = batch.spread_copies if copies == "auto" else copies == "all"
         if self.forced_routing is not None:
             self.router(h_TD)  # keeps the cost of the step
-            return self.forced_routing(batch.input_ids, batch.positions, batch.num_token_non_padded)
+            return self.forced_routing(
+                batch.input_ids,
+                batch.positions,
+                batch.num_token_non_padded,
+                table,
+                spread=spread,
+            )
         return route_tokens(
-            h_TD, self.router, self.spec.router, batch.num_token_non_padded, self.score_bias_E
+            h_TD,
+            self.router,
+            self.spec.router,
+            batch.num_token_non_padded,
+            self.score_bias_E,
+            table,
+            spread=spread,
         )
+
+
+def flat(parameters: Sequence[ExpertWeights]) -> list[torch.Tensor]:
+    """Return the tensors of weights of any form, each with a first axis of slots."""
+    return [
+        tensor
+        for weights in parameters
+        for tensor in ([weights] if isinstance(weights, torch.Tensor) else weights.tensors)
+    ]
+
+
+def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield first and end of each run of neighbours among ascending places."""
+    for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
+        members = [place for _, place in run]
+        yield members[0], members[-1] + 1

@@ -1,12 +1,16 @@
-"""Chooses each token's experts. Knows nothing of where experts live.
+"""Chooses each token's experts, and their slots where a table of the layer's map is given.
 
 T tokens, D hidden, E experts, K experts per token, G groups of e neighbouring experts.
 """
+
+from typing import Any
 
 import torch
 
 from kernels.fused import fused_kernels
 from kernels.native.dense import dense_kernels
+from kernels.routing.expert_slots import to_slots
+from kernels.slot_table import SlotTable
 from workers.layers.linear import DenseLinear
 from workers.specs.model import RouterSpec
 
@@ -17,15 +21,19 @@ def route_tokens(
     spec: RouterSpec,
     num_tokens: int | torch.Tensor,
     bias_E: torch.Tensor | None = None,
+    table: SlotTable | None = None,
+    *,
+    spread: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return topk_idx int64 [T, K], best first, and topk_weights float32 [T, K] of the best scores.
 
     Rows from `num_tokens` on are padding: their topk_idx is -1. On a GPU `num_tokens` may be an integer tensor [1]
     on the device, which a captured graph reads at each replay. bias_E float32 [E] is added to the scores that choose
-    the experts, not to topk_weights.
+    the experts, not to topk_weights. With a table topk_idx are slots, see kernels.routing.expert_slots.
     """
+    slots: dict[str, Any] = {"table": table, "spread": spread}
     if not spec.plain:
-        return _route_in_groups(x_TD, router, spec, num_tokens, bias_E)
+        return _route_in_groups(x_TD, router, spec, num_tokens, bias_E, slots)
     logits_TE = router(x_TD)
     top_k, norm_topk_prob = spec.top_k, spec.norm_topk_prob
     fused = fused_kernels(x_TD.device.type)
@@ -37,6 +45,7 @@ def route_tokens(
             num_tokens,
             scoring_func=spec.scoring_func,
             routed_scaling_factor=spec.routed_scaling_factor,
+            **slots,
         )
     logits_TE = logits_TE.float()
     native = dense_kernels(x_TD.device.type, x_TD.dtype)
@@ -50,19 +59,23 @@ def route_tokens(
         )
     else:
         topk_idx_TK, topk_weights_TK = _route_with_torch(logits_TE, spec)
-    return _without_padding(topk_idx_TK, topk_weights_TK, num_tokens)
+    return _finish(topk_idx_TK, topk_weights_TK, num_tokens, **slots)
 
 
-def _without_padding(
-    topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor, num_tokens: int | torch.Tensor
+def _finish(
+    topk_idx_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    num_tokens: int | torch.Tensor,
+    table: SlotTable | None,
+    spread: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give rows from `num_tokens` on no expert, in place."""
+    """Give rows from `num_tokens` on no expert, in place, then slots to experts."""
     if isinstance(num_tokens, torch.Tensor):
         rows_T = torch.arange(len(topk_idx_TK), device=topk_idx_TK.device)
         topk_idx_TK.masked_fill_((rows_T >= num_tokens).unsqueeze(1), -1)
     elif num_tokens < len(topk_idx_TK):
         topk_idx_TK[num_tokens:] = -1
-    return topk_idx_TK, topk_weights_TK
+    return to_slots(topk_idx_TK, table, spread), topk_weights_TK
 
 
 def _route_in_groups(
@@ -71,6 +84,7 @@ def _route_in_groups(
     spec: RouterSpec,
     num_tokens: int | torch.Tensor,
     bias_E: torch.Tensor | None,
+    slots: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose by score and bias among the experts of the best groups; weigh by the scores without bias.
 
@@ -79,7 +93,7 @@ def _route_in_groups(
     logits_TE = router.in_float32(x_TD)
     fused = fused_kernels(x_TD.device.type)
     if fused is None:
-        return _without_padding(*choose_in_groups(logits_TE, spec, bias_E), num_tokens)
+        return _finish(*choose_in_groups(logits_TE, spec, bias_E), num_tokens, **slots)
     return fused.route_groups(
         logits_TE,
         bias_E,
@@ -91,6 +105,7 @@ def _route_in_groups(
         norm_topk_prob=spec.norm_topk_prob,
         scoring_func=spec.scoring_func,
         routed_scaling_factor=spec.routed_scaling_factor,
+        **slots,
     )
 
 

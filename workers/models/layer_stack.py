@@ -8,7 +8,7 @@ bound by Python and operator overhead. Run inside `torch.inference_mode()`.
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from pkgutil import resolve_name
@@ -22,7 +22,8 @@ from kernels.backends.select import Backends
 from kernels.lora.rows import AdapterRows
 from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
-from workers.layers.builder import LayerBuilder
+from workers.layers.builder import STILL, LayerBuilder, Placement
+from workers.layers.moe import MoeBlock
 from workers.layers.rope import build_rope_table
 from workers.specs.model import LayerSpec, ModelConfig
 from workers.step.forward_batch import ForwardBatch
@@ -52,7 +53,7 @@ class Mlp(Protocol):
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, batch: ForwardBatch
     ) -> Sum: ...
     def with_backends(self, backends: Backends) -> Self: ...
-    def hold_experts(self, expert_map: ExpertMap, rank: int, kept: Collection[int]) -> None: ...
+    def hold_experts(self, expert_map: ExpertMap, rank: int) -> None: ...
     def route_by(self, forced: Callable[..., ForcedRouting] | None) -> None: ...
 
 
@@ -68,6 +69,7 @@ class LayerStack(ABC):
 
     max_positions    bound on the positions of a batch; None: the limit of the checkpoint
     forced_routing   forced_routing(layer=...) makes the replacement of a layer's router; None: routers choose
+    placement        see LayerBuilder
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class LayerStack(ABC):
         dtype: torch.dtype,
         max_positions: int | None = None,
         forced_routing: Callable[..., ForcedRouting] | None = None,
+        placement: Placement = STILL,
     ):
         self.config = config
         self.dtype = dtype
@@ -100,6 +103,7 @@ class LayerStack(ABC):
             fp8=self._fp8,
             four_bit=four_bit_parameters(config) if backends.grouped_gemm.four_bit else {},
             norm_offset=config.norm_offset,
+            placement=placement,
         )
         self._allocate(builder)
         self.layers = [
@@ -170,17 +174,31 @@ class LayerStack(ABC):
         self,
         expert_map: ExpertMap,
         rank: int,
-        kept: Collection[int],
         forced_routing: Callable[..., ForcedRouting] | None = None,
     ) -> None:
-        """Hold the experts of `rank` in `expert_map`, with the values of `kept`; the other values are undefined.
+        """Hold the experts of `rank` in `expert_map`; weights of `missing` experts are undefined until `filled`.
 
         Views by `with_backends` keep the weights of before.
         """
         self._expert_map, self._rank = expert_map, rank
         for layer in self.layers:
-            layer.mlp.hold_experts(expert_map, rank, kept)
+            layer.mlp.hold_experts(expert_map, rank)
         self.route_by(forced_routing)
+
+    def moe_blocks(self) -> dict[int, MoeBlock]:
+        """Return the layers with experts by their numbers."""
+        blocks = {number: layer.mlp for number, layer in enumerate(self.layers)}
+        return {number: block for number, block in blocks.items() if isinstance(block, MoeBlock)}
+
+    def missing(self) -> set[tuple[int, int]]:
+        """Return the (layer, expert) that this rank has a slot for, but not the weights."""
+        blocks = self.moe_blocks().items()
+        return {(number, expert) for number, block in blocks for expert in block.missing()}
+
+    def filled(self) -> None:
+        """Note that the weights of all experts have been read."""
+        for block in self.moe_blocks().values():
+            block.filled()
 
     def route_by(self, forced_routing: Callable[..., ForcedRouting] | None) -> None:
         """Let routers choose experts, or a law instead. Views by `with_backends` keep the choice of before."""
@@ -203,8 +221,11 @@ class LayerStack(ABC):
 
     def weight_slots(self) -> dict[str, Slot]:
         """Return the destination of every entry of the weight map that this rank holds, by its key."""
-        experts = self._expert_map.experts_of(self._rank)
-        places = {expert: place for place, expert in enumerate(experts)}
+        places = {
+            (number, expert): place
+            for number, block in self.moe_blocks().items()
+            for place, expert in enumerate(block.wanted)
+        }
         entries = rank_weights(self.config, self._expert_map, self._rank)
         return {entry.key: slot_of(self, entry, places) for entry in entries}
 

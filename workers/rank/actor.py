@@ -1,7 +1,7 @@
 """The Ray actor shell of a rank: inbox, senders, life cycle. The rest is in its RankProcess and the open Epoch.
 
-The event loop answers calls; the stages of start-up and the step loop run on threads of their own. torch is imported
-only in the actor itself, so that a supervisor can create it quickly.
+The event loop answers calls; the stages of start-up and the step loop run on threads of their own. Only the actor
+imports torch, so that a supervisor can create it quickly.
 """
 
 import asyncio
@@ -30,6 +30,7 @@ from workers.rank.network import address_on, bind_to_address
 from workers.rank.rank_info import Membership, Pulse, RankInfo, RankTrace, Rendezvous
 from workers.rank.step_loop import RankFailedError, StepLoop
 from workers.rank.token_streams import TokenStreams
+from workers.specs.expert_layout import ExpertMove, ExpertReport
 from workers.stats.stats_line import log_stats
 from workers.stats.versions import rank_versions
 from workers.weights.checkpoint_copy import CopyAddress
@@ -116,9 +117,8 @@ class RankActor:
 
     async def membership(self) -> Membership:
         """Return the epoch and the streams, for a supervisor that was restarted."""
-        running = self._step_loop is not None and self._step_loop.running
-        info = self._rank_info if running else None
-        fence, leases = self._fence, self._streams.leases
+        loop, fence, leases = self._step_loop, self._fence, self._streams.leases
+        info = self._rank_info if loop is not None and loop.running else None
         return Membership(self._index, fence.epoch, fence.first, info, leases, self._config)
 
     async def fetch_checkpoint(self, token: str | None) -> None:
@@ -156,14 +156,11 @@ class RankActor:
         gpus    as in `join_group`
         """
         async with self._joining:
-            await in_thread(self._prepare, gpus)
+            await in_thread(lambda: self._rank_process(gpus).load(self._set_progress))
 
     async def joined(self) -> None:
         """Return when this process has been called to join a group; a standby's end ends the call."""
         await self._called.wait()
-
-    def _prepare(self, gpus: Sequence[int | str]) -> None:
-        self._rank_process(gpus).load(self._set_progress)
 
     async def join_group(
         self,
@@ -195,7 +192,7 @@ class RankActor:
         process = self._rank_process(gpus)
         from workers.rank.epoch import Epoch
 
-        process.become(self._index, self._config)
+        process.become(self._index, self._config, rendezvous.layout)
         self._current = Epoch(process, rendezvous, timeout_s, self._left)
 
     def _rank_process(self, gpus: Sequence[int | str]) -> "RankProcess":
@@ -225,9 +222,8 @@ class RankActor:
             await asyncio.to_thread(self._end_waits)
         async with self._joining:
             await asyncio.to_thread(self._close_epoch)
-        for peer in self._peers:
-            peer.close()
-        self._peers = []
+        while self._peers:
+            self._peers.pop().close()
         self._streams.close_all()
 
     def _end_waits(self) -> None:
@@ -311,13 +307,8 @@ class RankActor:
 
     async def stats(self) -> dict[str, Any]:
         """Return counters and gauges, see workers.stats.stats; `info` holds constants."""
-        return {
-            "rank": self._index,
-            "epoch": self._fence.epoch,
-            "info": self._info,
-            "stale_messages": self._inbox.num_stale,
-            **self._engine.stats.snapshot(),
-        }
+        own = {"rank": self._index, "epoch": self._fence.epoch, "info": self._info}
+        return own | {"stale_messages": self._inbox.num_stale} | self._engine.stats.snapshot()
 
     async def pulse(self) -> Pulse | None:
         """Return the present state of the step loop; None without one. This call is answered in any epoch."""
@@ -325,8 +316,19 @@ class RankActor:
         cpu_s = None if loop is None else loop.cpu_s()
         if current is None or not current.started or cpu_s is None:
             return None
-        stats = current.engine.stats
-        return Pulse(*current.engine.activity(), cpu_s, stats.pace.overdue(), stats.work.total)
+        activity, stats = current.engine.activity(), current.engine.stats
+        return Pulse(*activity, cpu_s, stats.pace.overdue(), stats.work.total)
+
+    async def expert_report(self, epoch: int) -> ExpertReport:
+        """Return where the experts are, and their recent load on this rank."""
+        self._fence.check(epoch)
+        report = import_module("workers.rank.expert_staging").report
+        return report(self._process, self._engine.moves, self._engine.stats)  # type: ignore[no-any-return]
+
+    async def move_experts(self, epoch: int, move: ExpertMove) -> None:
+        """Begin a move, which all ranks commit together, layer by layer. Raises ValueError while another one runs."""
+        self._fence.check(epoch)
+        self._engine.moves.begin(move)
 
     async def stage_adapter(self, adapter: LoadedAdapter) -> str:
         """Read a LoRA adapter into host memory, beside the steps; return the digest of its files."""

@@ -12,6 +12,7 @@ from kernels.interface.registry import ATTENTION, GROUPED_GEMM, backend_class
 from kernels.routing.forced_routing import ForcedRouting
 from workers.adapters.layout import EXPERTS
 from workers.config import RankConfig
+from workers.specs.expert_layout import ExpertLayout
 from workers.specs.model import ModelConfig, weight_map
 from workers.weights.tensors import (
     experts_with_row_scales,
@@ -38,7 +39,7 @@ def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
         num_nodes=config.num_nodes,
         hidden_size=model.hidden_size,
         moe_intermediate_size=model.moe.intermediate_size,
-        num_experts=model.num_experts,
+        num_experts=model.num_experts + config.experts.redundant_slots * config.num_ranks,
         top_k=model.top_k,
         max_num_tokens=config.scheduler.max_num_batched_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -146,3 +147,18 @@ def forced_routing(
         num_ranks=config.num_ranks,
         device=device,
     )
+
+
+def shared_settings(
+    config: RankConfig, selection: Selection, layout: ExpertLayout | None
+) -> dict[str, object]:
+    """Return all settings that must be equal on all ranks, flat, with dotted names."""
+    flat: dict[str, object] = {"torch": torch.__version__}
+    sections = "model scheduler cache kernels overlap speculation experts lora"
+    for section in sections.split():
+        values = getattr(config, section).model_dump()
+        flat.update({f"{section}.{key}": value for key, value in values.items()})
+    flat.update({f"backend.{key}": name for key, name in selection.names().items()})
+    flat.update(num_ranks=config.num_ranks, device=config.device)
+    flat["experts"] = None if layout is None else layout.digest
+    return flat

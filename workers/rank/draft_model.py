@@ -1,6 +1,6 @@
 """The draft model of a rank process: its config, its choice of attention, its weights. Knows nothing of steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,10 @@ class DraftChoice:
         return MtpHead(target, self.config, backends, **place)
 
     def load(
-        self, head: DraftHead, read: Callable[..., None], experts: list[int] | None = None
+        self,
+        head: DraftHead,
+        read: Callable[..., None],
+        experts: Container[tuple[int, int]] | None = None,
     ) -> None:
         """Read weights by read(model, folder, config, experts=...). Raises CheckpointError with the key to change."""
         try:

@@ -29,6 +29,7 @@ from workers.overlap.epoch_ubatches import EpochUbatches
 from workers.rank import process_group
 from workers.rank.device_memory import free_unused, memory_for
 from workers.rank.epoch_runner import RunnerMaker
+from workers.rank.expert_staging import begin_serving
 from workers.rank.peers import Peers, meet
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import (
@@ -46,7 +47,6 @@ from workers.runner.graph_sizes import NO_PROMPTS, GraphSizes, graphs_off
 from workers.runner.model_runner import ModelRunner
 from workers.scheduler.scheduler import Scheduler
 from workers.speculation.speculator import make_speculator
-from workers.stats.stats import EngineStats
 from workers.step.step_sync import PlanConfig
 
 logger = logging.getLogger(__name__)
@@ -151,11 +151,10 @@ class Epoch:
         return self._parts.engine is not None
 
     def _build_backends(self) -> None:
-        process, config = self.process, self.process.config
+        process, config, peers = self.process, self.process.config, self._peers
         takes = backend_memory(
             process.selection, process.shape, num_ubatches=config.overlap.num_ubatches
         )
-        peers = self._peers
         context = process.backend_context(peers.shared_memory, peers.network, peers.gather)
         with memory_for("the all-to-all's buffers", takes.kept):
             self._parts.backends = process.build_backends(context)
@@ -291,6 +290,7 @@ class Epoch:
         with self._timed("engine"):
             self._parts.vote = vote = self._make_vote_transport()
             self._closing.callback(vote.close)
+            stats, moves = begin_serving(process, self._closing, self._peers.gather)
             if not process.selection.all2all_class.needs_process_group:
                 # Only the rendezvous needed the sockets, and gloo's thread would poll them 100 times a second.
                 process_group.leave()
@@ -307,7 +307,8 @@ class Epoch:
                 epoch=self.rendezvous.epoch,
                 publish=publish,
                 wake_peers=wake_peers,
-                stats=EngineStats(self.backends.expert_load, process.pace),
+                stats=stats,
+                moves=moves,
                 grammars=process.grammars,
                 asynchronous=process.asynchronous,
                 graph_sizes=self.graph_sizes,
@@ -315,8 +316,7 @@ class Epoch:
                 prefill_cap=process.prefill_cap,
             )
         process.warm = True
-        graph_bytes = self._graph_bytes + self.ubatches.graph_bytes
-        return process.info(graph_bytes, self.seconds)
+        return process.info(self._graph_bytes + self.ubatches.graph_bytes, self.seconds)
 
     def _make_vote_transport(self) -> AbortableVote:
         """Return the transport of this group's votes. Collective.
@@ -324,10 +324,10 @@ class Epoch:
         Measured for a vote of two ranks: shared memory 3 us; datagrams between two network namespaces 71 us, on two
         cores that were busy with other work.
         """
-        dims, rank = self.process.dims, self.process.rank
+        dims, rank, peers = self.process.dims, self.process.rank, self._peers
         if dims.alone:
             return LocalVoteTransport()
-        peers, shared, epoch = self._peers, self._peers.shared_memory, self.rendezvous.epoch
+        shared, epoch = peers.shared_memory, self.rendezvous.epoch
         if dims.on_one_host and shared is not None:
             return SharedMemoryVoteTransport(shared)
         assert peers.network is not None, "a group of several ranks has met"

@@ -23,23 +23,32 @@ from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup
 from kernels.interface.context import BackendContext
 from kernels.linear_attention.base import LinearStates
+from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
-from workers.adapters.layout import AdapterLayout, slots_bytes
-from workers.adapters.pools import AdapterPools
+from workers.adapters.layout import slots_bytes
 from workers.adapters.store import AdapterStore, Gather
 from workers.config import RankConfig, not_for_answers
 from workers.kv_cache.caches import CacheMemory
+from workers.layers.builder import Placement
 from workers.models.decoder import DecoderLM
 from workers.models.layer_stack import LayerStack
 from workers.models.registry import configured_model
 from workers.overlap.rank_overlap import RankOverlap
-from workers.rank.backend_choice import backend_shape, forced_routing, slow_attention
+from workers.rank.backend_choice import (
+    backend_shape,
+    forced_routing,
+    shared_settings,
+    slow_attention,
+)
 from workers.rank.device_memory import memory_for
 from workers.rank.draft_model import DraftChoice, DraftHead, EpochDraft, with_attention
+from workers.rank.rank_adapters import load_adapters
+from workers.rank.rank_experts import RankExperts, take_place
 from workers.rank.rank_info import Progress, RankInfo
 from workers.runner.graph_sizes import GraphSizes, graphs_to_capture
 from workers.sampling.grammar_compiler import GrammarCompiler
 from workers.scheduler.prefill_cap import PrefillCap
+from workers.specs.expert_layout import ExpertLayout
 from workers.specs.model import ModelConfig
 from workers.speculation.step_times import StepSeconds
 from workers.stats.pace import Pace
@@ -67,7 +76,7 @@ class RankProcess:
     model        the weights; an epoch runs them with its own backends
     draft        the draft model that the configuration wants, draft_model its weights; None: there is none
     adapters     LoRA adapters in host memory, and their slots on the device; None: lora.max_loras is 0
-    experts      the experts of the model's weights
+    experts      where the experts are
     caches       KV blocks and states with their contents
     warm         every kernel that a step may need has been compiled here
     overlap      the ubatch policy, which the first epoch tunes
@@ -76,7 +85,7 @@ class RankProcess:
     epoch        the last epoch
     """
 
-    def __init__(self, rank: int, config: RankConfig):
+    def __init__(self, rank: int, config: RankConfig, layout: ExpertLayout | None = None):
         use_cache_folder(config.kernels.cache)
         self.model_config: ModelConfig = configured_model(config.model)
         self.device = torch.device(config.device)
@@ -86,7 +95,8 @@ class RankProcess:
         self.asynchronous = self.device.type == "cuda" if wanted == "auto" else wanted
         self.dtype: torch.dtype = getattr(torch, str(config.model.dtype))
         self.max_model_len = int(config.model.max_model_len)
-        self._configure(rank, config)
+        self.experts = RankExperts(self.model_config)
+        self._configure(rank, config, layout)
         self.overlap = RankOverlap.configured(config.overlap, self.selection.all2all_class)
         self.grammars: GrammarCompiler | None = None
         self.backends: select.Backends | None = None
@@ -94,7 +104,6 @@ class RankProcess:
         self.draft = DraftChoice.of(config, self.model_config, select.probe(self.device))
         self.draft_model: DraftHead | None = None
         self.adapters: AdapterStore | None = None
-        self.experts: Sequence[int] = ()
         window = self.model_config.window
         drafting = () if self.draft is None else self.draft.kv_groups
         place = self.selection, self.shape, window, self.device
@@ -105,9 +114,9 @@ class RankProcess:
         self.prefill_cap = PrefillCap.of(config.scheduler, config.cache.block_size)
         self.epoch: ClosableEpoch | None = None
 
-    def _configure(self, rank: int, config: RankConfig) -> None:
+    def _configure(self, rank: int, config: RankConfig, layout: ExpertLayout | None) -> None:
         self.rank, self.config, self.dims = rank, config, config.dims
-        self.expert_map = self.dims.expert_map(self.model_config.num_experts)
+        self.experts.place(config, layout)
         self.shape = backend_shape(config, self.model_config)
         unavailable = select.probe(self.device)
         self.selection = select.select(config.kernels, unavailable, self.shape)
@@ -116,21 +125,24 @@ class RankProcess:
                 logger.warning("%s", warning)
         torch.set_num_threads(config.threads)
 
-    def become(self, rank: int, config: RankConfig) -> None:
+    def become(self, rank: int, config: RankConfig, layout: ExpertLayout | None = None) -> None:
         """Take the place of `rank` in a group of `config`, between two epochs; `load` then reads experts new here.
+
+        layout    of the group's experts; None: that of `experts.map`, or experts in their order
 
         A GPU sizes its KV cache anew for another number of ranks, another all-to-all and other ubatches, because
         experts and buffers then take other memory. Raises ValueError if `config` has other settings that hold for the
         life of a process.
         """
-        if (rank, config) == (self.rank, self.config):
-            return
         assert self.epoch is None or self.epoch.closed, "the last epoch is still open"
+        if (rank, config) == (self.rank, self.config):
+            self.experts.place(config, layout)
+            return
         differs = self.config.differs_for_process(config)
         if differs:
             raise ValueError(f"{', '.join(differs)} changed, which needs a new process")
         dims, selection, before = self.dims, self.selection, self.config
-        self._configure(rank, config)
+        self._configure(rank, config, layout)
         self.caches.configure(config, self.selection, self.shape)
         if self.model is not None and config.model.routing != before.model.routing:
             self.model.route_by(self._forced_routing())
@@ -143,7 +155,7 @@ class RankProcess:
         names, kept = self.selection.names(), selection.names().items()
         if any(names[seam] != name for seam, name in kept if seam != "all2all"):
             # The weights, the caches and the states have the memory order of these backends.
-            self.backends, self.model, self.draft_model, self.experts = None, None, None, ()
+            self.backends, self.model, self.draft_model = None, None, None
             self.adapters = None
             self.caches.free()
         if self.device.type == "cuda":
@@ -194,31 +206,30 @@ class RankProcess:
             self.backends = self._unbound_backends()
         if self.grammars is None:
             self.grammars = GrammarCompiler(self.config.model.folder, self.model_config.vocab_size)
-        experts = tuple(self.expert_map.experts_of(self.rank))
         with memory_for("the weights", self.weight_bytes()):
             if self.model is None:
                 model = self._build_model(self.backends)
                 self._read_weights(model, progress)
+                model.filled()
                 self._load_draft(model, self.backends, progress)
                 self.model = model
-            elif self.experts != experts or self.model.seat != (self.expert_map, self.rank):
-                self._take_experts(self.model, experts, progress)
-        self.experts = experts
+            else:
+                forced, model = self._forced_routing(), self.model
+                read = partial(self._read_weights, model, progress)
+                take_place(self.model, self.experts.map, self.rank, forced, read)
+                if (head := self.draft_model) is not None and self.draft is not None:
+                    read = partial(self._read_draft, self.draft, head, progress)
+                    take_place(head, self.experts.base, self.rank, forced, read)
+            self.experts.reserve(self.model)
         if self.config.lora.max_loras:
-            self._load_adapters(gather)
+            self.adapters = load_adapters(self, gather)
+        self.count_experts()
 
-    def _load_adapters(self, gather: Gather | None) -> None:
-        """Reserve the slots once, and hold the adapters of the configuration."""
-        assert self.model is not None, "the slots belong to the products of the model"
-        lora, experts = self.config.lora, self.experts
-        if self.adapters is None or self.adapters.pools.layout.experts.experts != experts:
-            self.adapters = None  # its slots have other experts
-            layout = AdapterLayout.of(self.model_config, lora, experts)
-            with memory_for("the slots of LoRA adapters", self.adapter_bytes):
-                pools = AdapterPools(layout, lora.max_loras, device=self.device, dtype=self.dtype)
-            pools.attach(self.model)
-            self.adapters = AdapterStore(pools)
-        self.adapters.agree(self.config.adapters, gather)
+    def count_experts(self) -> None:
+        """Count the rows of this rank's experts from zero."""
+        assert self.backends is not None
+        size = len(self.model_config.layers), len(self.experts.base.slots_of(self.rank))
+        self.backends.expert_load.allocate(*size, self.device)
 
     @property
     def adapter_bytes(self) -> int:
@@ -238,12 +249,13 @@ class RankProcess:
                 logger.warning("%s", warning)
             for part in self.model_config.skipped_parts:
                 logger.warning("%s of the checkpoint is not loaded: only text is served", part)
-        return DecoderLM(self.model_config, backends, **self._place())
+        return DecoderLM(self.model_config, backends, **self._place(self.experts.map))
 
-    def _place(self) -> dict[str, Any]:
+    def _place(self, expert_map: ExpertMap) -> dict[str, Any]:
         """The arguments of a LayerStack that hold for the model and for the draft model."""
         return {
-            "expert_map": self.expert_map,
+            "expert_map": expert_map,
+            "placement": Placement(self.experts.movable, self.config.experts.copies),
             "rank": self.rank,
             "device": self.device,
             "dtype": self.dtype,
@@ -258,30 +270,29 @@ class RankProcess:
             return
         block_size = self.config.cache.block_size
         unbound = with_attention(backends, self.draft, block_size)
-        head = self.draft.build(model, unbound, **self._place())
-        self.draft.load(head, partial(self._read, progress))
+        head = self.draft.build(model, unbound, **self._place(self.experts.base))
+        self._read_draft(self.draft, head, progress)
+        head.filled()
         self.draft_model = head
 
-    def _take_experts(
-        self, model: DecoderLM, experts: Sequence[int], progress: Progress | None
+    def _read_draft(
+        self,
+        draft: DraftChoice,
+        head: LayerStack,
+        progress: Progress | None,
+        experts: set[tuple[int, int]] | None = None,
     ) -> None:
-        """Replace experts of other ranks by those of this rank; after an error the next call goes on from there."""
-        kept = tuple(expert for expert in experts if expert in self.experts)
-        model.hold_experts(self.expert_map, self.rank, kept, self._forced_routing())
-        self.experts = kept
-        missing = [expert for expert in experts if expert not in kept]
-        if self.draft_model is not None:
-            place = self.expert_map, self.rank, kept, self._forced_routing()
-            self.draft_model.hold_experts(*place)
-        if missing:
-            self._read_weights(model, progress, missing)
-            if self.draft is not None and self.draft_model is not None:
-                self.draft.load(self.draft_model, partial(self._read, progress), missing)
+        read = partial(self._read, progress, expert_map=self.experts.base)
+        draft.load(head, read, experts)  # type: ignore[arg-type]
 
     def _read_weights(
-        self, model: DecoderLM, progress: Progress | None, experts: list[int] | None = None
+        self,
+        model: LayerStack,
+        progress: Progress | None,
+        experts: set[tuple[int, int]] | None = None,
     ) -> None:
-        self._read(progress, model, self.config.model.folder, self.model_config, experts=experts)
+        folder, config = self.config.model.folder, self.model_config
+        self._read(progress, model, folder, config, expert_map=self.experts.map, experts=experts)
 
     def _read(
         self,
@@ -290,9 +301,10 @@ class RankProcess:
         folder: Path,
         config: ModelConfig,
         *,
-        experts: list[int] | None = None,
+        expert_map: ExpertMap,
+        experts: set[tuple[int, int]] | None = None,
     ) -> None:
-        where: dict[str, Any] = {"config": config, "expert_map": self.expert_map}
+        where: dict[str, Any] = {"config": config, "expert_map": expert_map}
         where |= {"rank": self.rank, "device": self.device, "progress": progress}
         if self.config.model.weights == "dummy":
             draw_weights(model, **where, experts=experts)
@@ -324,7 +336,7 @@ class RankProcess:
             shared_memory=shared_memory,
             network=network,
             gather=gather,
-            expert_map=self.expert_map,
+            expert_map=self.experts.map,
             block_size=self.config.cache.block_size,
         )
 
@@ -335,14 +347,7 @@ class RankProcess:
 
     def settings(self) -> dict[str, object]:
         """Return all settings that must be equal on all ranks, flat, with dotted names."""
-        config = self.config
-        flat: dict[str, object] = {"torch": torch.__version__}
-        for section in ("model", "scheduler", "cache", "kernels", "overlap", "speculation", "lora"):
-            values = getattr(config, section).model_dump()
-            flat.update({f"{section}.{key}": value for key, value in values.items()})
-        flat.update({f"backend.{key}": name for key, name in self.selection.names().items()})
-        flat.update(num_ranks=config.num_ranks, device=config.device)
-        return flat
+        return shared_settings(self.config, self.selection, self.experts.layout)
 
     def weight_bytes(self) -> int:
         """Return the bytes of this rank's weights."""
@@ -352,7 +357,7 @@ class RankProcess:
         return sum(
             rank_weight_bytes(
                 config,
-                self.expert_map,
+                self.experts.map,
                 self.rank,
                 dtype,
                 fp8_experts=self.selection.fp8_experts,
@@ -384,11 +389,11 @@ class RankProcess:
 
     def close(self) -> None:
         """Close the open epoch, stop the thread that compiles grammars, and release weights and KV memory."""
-        if self.epoch is not None:
-            self.epoch.close()
-        if self.grammars is not None:
-            self.grammars.close()
+        for part in (self.epoch, self.grammars):
+            if part is not None:
+                part.close()
         self.backends, self.model, self.draft_model, self.epoch = None, None, None, None
+        self.experts.close()
         self.adapters = None
         self.caches.free()
         if self.device.type == "cuda":

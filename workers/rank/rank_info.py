@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from workers.config import RankConfig
+from workers.specs.expert_layout import ExpertLayout
 from workers.stats.own_work import OwnWork
 
 CHECKPOINT = "checkpoint"
@@ -23,6 +24,7 @@ class Rendezvous:
 
     name     that no other group uses, and that cannot be guessed: of the group's shared memory and keys in the store
     secret   signs the gathers; a rank alone needs none
+    layout   of the experts, of any number of ranks; None: as the configuration has it
     """
 
     host: str
@@ -30,6 +32,7 @@ class Rendezvous:
     name: str
     epoch: int = 0
     secret: bytes = field(default=b"", repr=False)
+    layout: ExpertLayout | None = field(default=None, repr=False)
 
 
 class SignatureError(RuntimeError):

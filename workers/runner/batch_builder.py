@@ -161,6 +161,7 @@ class ForwardBatchBuilder:
             num_tokens=num_tokens,
             num_seqs=num_seqs,
             num_single_rows=batch.num_single_rows,
+            spread_copies=batch.has_prompts,
             num_verify=batch.num_verify,
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=seq_lens,

@@ -8,7 +8,7 @@ tokens and their number at fixed addresses. Knows nothing of requests or votes.
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -59,13 +59,11 @@ class ForwardGraph(CapturedGraph):
 
     hidden_TD   all rows
     logits_TV   float32, all rows; None for graphs of MIXED steps
-    offs_Le     expert load of all layers; None where the model has none
     hidden_after  by number of a layer, all rows after it
     """
 
     hidden_TD: torch.Tensor
     logits_TV: torch.Tensor | None
-    offs_Le: torch.Tensor | None
     hidden_after: dict[int, torch.Tensor]
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor | None:
@@ -177,10 +175,9 @@ class StepGraphs:
         """Capture the graph of a step if it was postponed. Collective: all ranks run the step, with one key."""
         if key not in self._postponed:
             return
-        watching = self._expert_load.watching
         started, self.capturing = time.perf_counter(), True
         self._capture_all([key])
-        self._expert_load.watching, self.capturing = watching, False
+        self.capturing = False
         spent = time.perf_counter() - started
         logger.debug("captured %s in %.2f s, %d are left", key, spent, len(self._postponed))
 
@@ -288,10 +285,10 @@ class StepGraphs:
             assert self._drafts is not None, "there is no draft model"
             graph, _ = self._record(partial(self._drafts.run, batch, key), run=run)
             return CapturedGraph(graph)
-        graph, offs_Le = self._record(partial(self._forward, batch, key), run=run)
+        graph, _ = self._record(partial(self._forward, batch, key), run=run)
         logits_TV = self._logits_TV[: key.rows] if key.mode.gives_logits else None
         after = {layer: hidden_TD[: key.rows] for layer, hidden_TD in self._after.items()}
-        return ForwardGraph(graph, self._hidden_TD[: key.rows], logits_TV, offs_Le, after)
+        return ForwardGraph(graph, self._hidden_TD[: key.rows], logits_TV, after)
 
     def _plan_dummy(self, key: GraphKey, form: GraphForm) -> None:
         """Plan attention for decodes without context, of which K and V are not written."""
@@ -349,13 +346,14 @@ class StepGraphs:
         torch.cuda.current_stream().wait_stream(self._stream)
         return graph, result
 
-    def _forward(self, batch: ForwardBatch, key: GraphKey) -> torch.Tensor | None:
-        """Run the forward into the buffers of hidden states and logits; return the expert load of all layers."""
-        self._expert_load.watch()
+    def _forward(self, batch: ForwardBatch, key: GraphKey) -> None:
+        """Run the forward into the buffers of hidden states and logits, and count the rows of the experts."""
+        self._expert_load.begin()
         model = self._ubatches if key.ubatch else self._model
         assert model is not None, "there are no ubatches"
         after = dict(self._after)
         resolved = batch.resolved(self._builder.last_tokens)
+        resolved = replace(resolved, spread_copies=key.mode == GraphMode.MIXED)
         hidden_TD = model.forward(resolved, hidden_after=after or None)
         for layer, kept_TD in self._after.items():
             kept_TD[: key.rows].copy_(after[layer])
@@ -363,4 +361,4 @@ class StepGraphs:
         if key.mode.gives_logits:
             out_TV = self._logits_TV[: key.rows]
             self._model.compute_logits(hidden_TD, out=out_TV, adapters=resolved.adapters)
-        return self._expert_load.take()
+        self._expert_load.finish()

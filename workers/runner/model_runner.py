@@ -11,7 +11,6 @@ import torch
 from kernels.backends.select import Backends
 from kernels.host.host_copy import HostCopies, StepClock
 from kernels.pending import Pending
-from kernels.routing.expert_load import LoadSample
 from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_snapshots import independent
 from workers.models.decoder import DecoderLM
@@ -36,10 +35,11 @@ from workers.step.step_output import RunTimes, StepOutput
 from workers.step.step_sync import StepPlan
 from workers.ubatch.wrapper import UBatchWrapper
 
-# hidden_TD; float32 logits_LV, if any row gives logits; offs_Le in steps that read the expert load; hidden_TD after
-# the layers that a draft model reads.
+# hidden_TD; float32 logits_LV, if any row gives logits; hidden_TD after the layers that a draft model reads; the counts
+# of the experts' rows, in steps that read them.
 HiddenAfter = dict[int, torch.Tensor]
-Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, HiddenAfter]
+Ran = tuple[torch.Tensor, torch.Tensor | None, HiddenAfter]
+Forwarded = tuple[torch.Tensor, torch.Tensor | None, HiddenAfter, torch.Tensor | None]
 _NO_TOKENS = SampledTokens(torch.empty(0, dtype=torch.int64), [])
 _NO_HIDDEN = torch.empty(0)
 
@@ -143,7 +143,7 @@ class ModelRunner:
         clock = StepClock(self._device)
         clock.mark()
         try:
-            forwarded = forward()
+            forwarded = (*forward(), self._read_load(plan))
         except BaseException:
             self._backends.all2all.reset()
             raise
@@ -202,7 +202,7 @@ class ModelRunner:
     ) -> StepDraft:
         """Run the passes of the draft model behind a forward, and start to copy drafts to the host. Collective."""
         assert self._store is not None
-        hidden_TD, _, _, hidden_after = forwarded
+        hidden_TD, _, hidden_after, _ = forwarded
         token_L = None if sampled is None else sampled.token_B.to(self._device)
         clock, before = StepClock(self._device), self._draft_clock
         clock.mark()
@@ -230,7 +230,7 @@ class ModelRunner:
 
         The function does not wait for drafts: the next step may be launched before the host has them.
         """
-        hidden_TD, _, offs_Le, _ = forwarded
+        hidden_TD, _, _, counts_Ls = forwarded
         # A step that completes a prompt also samples its first token.
         starts, rows = batch.query_start_loc_cpu, partial(prompt_logits, self.model)
         prompts = self._prompt_logprobs.collect(scheduled.parts, starts, hidden_TD, rows)
@@ -241,7 +241,7 @@ class ModelRunner:
         sampled = sampled.to(copy)
         prompts = {name: parts.to(copy) for name, parts in (prompts or {}).items()}
         vectors = None if vectors is None else vectors.to(copy)
-        offs_Le = None if offs_Le is None else copy(offs_Le)
+        counts_Ls = None if counts_Ls is None else copy(counts_Ls)
         copy.finish()
 
         def read(found: StepDraft | None) -> StepOutput:
@@ -263,10 +263,15 @@ class ModelRunner:
                 times=RunTimes(prepare, forward_s, sample_s, draft_s),
                 drafts=drafts,
                 counts_B=counts_B,
-                expert_load=None if offs_Le is None else LoadSample.of(offs_Le),
+                expert_counts=None if counts_Ls is None else counts_Ls.numpy(),
             )
 
         return read
+
+    def _read_load(self, plan: StepPlan) -> torch.Tensor | None:
+        """Return a copy of the counts of the experts' rows, which the next step adds to, in steps that read them."""
+        counts_Ls = self._expert_load.counts_Ls
+        return None if plan.load_step is None or counts_Ls is None else counts_Ls.clone()
 
     def _copy_states(self, copies: tuple[tuple[int, int], ...]) -> None:
         for sources, targets in independent(list(copies)):
@@ -334,9 +339,7 @@ class ModelRunner:
             return None
         return self.graphs.require_step(plan)
 
-    def _plan(
-        self, batch: ForwardBatch, plan: StepPlan, key: GraphKey | None
-    ) -> Callable[[], Forwarded]:
+    def _plan(self, batch: ForwardBatch, plan: StepPlan, key: GraphKey | None) -> Callable[[], Ran]:
         """Plan attention and return the function that runs the forward."""
         if key is not None:
             assert self.graphs is not None
@@ -350,21 +353,19 @@ class ModelRunner:
         self.ubatches.plan(batch)
         return partial(self._forward, self.ubatches, batch)
 
-    def _forward(self, model: DecoderLM | UBatchWrapper, batch: ForwardBatch) -> Forwarded:
+    def _forward(self, model: DecoderLM | UBatchWrapper, batch: ForwardBatch) -> Ran:
         after = dict.fromkeys(self.aux_layers, _NO_HIDDEN)
+        self._expert_load.begin()
         hidden_TD = model.forward(batch, hidden_after=after) if after else model.forward(batch)
-        offs_Le = self._expert_load.take() if self._expert_load.watching else None
-        return hidden_TD, batch_logits(self.model, hidden_TD, batch), offs_Le, after
+        self._expert_load.finish()
+        return hidden_TD, batch_logits(self.model, hidden_TD, batch), after
 
-    def _replay(self, graph: ForwardGraph, batch: ForwardBatch) -> Forwarded:
-        watching, self._expert_load.watching = self._expert_load.watching, False
+    def _replay(self, graph: ForwardGraph, batch: ForwardBatch) -> Ran:
         graph.graph.replay()
         logits_LV = graph.logits(batch)
         if logits_LV is None:
             logits_LV = batch_logits(self.model, graph.hidden_TD, batch)
-        # A copy, because the next replay may overwrite it before the host has read it.
-        offs_Le = graph.offs_Le.clone() if watching and graph.offs_Le is not None else None
-        return graph.hidden_TD, logits_LV, offs_Le, graph.hidden_after
+        return graph.hidden_TD, logits_LV, graph.hidden_after
 
     def _sample(
         self,

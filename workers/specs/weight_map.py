@@ -115,6 +115,11 @@ class WeightEntry(NamedTuple):
         return f"{self.name}[{self.expert}]" if self.stacked else self.name
 
     @property
+    def layer(self) -> int:
+        """The number of the layer in its model; the parameter belongs to one."""
+        return int(self.parameter.split(".", 2)[1])
+
+    @property
     def columns(self) -> int:
         """Values that one output sums over, of a matrix."""
         return self.shape[0 if self.transposed else 1]

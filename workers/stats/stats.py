@@ -2,12 +2,13 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.routing.expert_load import ExpertLoad
 from workers.scheduler.scheduler import Scheduler
 from workers.stats.drafts import DraftCounts
+from workers.stats.expert_counts import ExpertCounts
 from workers.stats.histogram import Histogram
 from workers.stats.invalid_logits import InvalidLogits
 from workers.stats.own_work import WorkMeter
@@ -20,9 +21,6 @@ from workers.step.step_sync import StepPlan
 
 STEP_PARTS = ("schedule", "vote", "prepare", "forward", "sample", "draft", "output")
 STEP_TOKENS = tuple(float(2**i) for i in range(15))
-EXPERT_LOAD_EVERY = (
-    32  # steps between two samples of the experts' load, each of which takes 1 ms on a CPU
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +34,11 @@ class HostTimes:
 class EngineStats:
     """Counters since the start, and gauges of the last step."""
 
-    def __init__(self, expert_load: ExpertLoad | None = None, pace: Pace | None = None) -> None:
+    def __init__(self, pace: Pace | None = None) -> None:
         self.requests = RequestTimer()
         self.pace = pace or Pace()
         self.work = WorkMeter()
         self.num_steps = 0
-        self._num_launched = 0
         self.num_idle_steps = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
@@ -49,10 +46,8 @@ class EngineStats:
         self.seconds = dict.fromkeys(STEP_PARTS, 0.0)
         self.step_tokens = Histogram(STEP_TOKENS)
         self.kinds: Counter[tuple[str, str, str]] = Counter()
-        self._expert_load = expert_load or ExpertLoad()
-        self._expert_rows = 0
-        self._balancedness: float | None = None
-        self._num_balanced, self._sum_balanced = 0, 0.0
+        self.experts = ExpertCounts()
+        self.moves: Callable[[], dict[str, int]] = dict  # of experts, see ExpertMoves.counts
         self._prefill_cap: int | None = None
         self._invalid_logits = InvalidLogits()
         self._drafts = DraftCounts()
@@ -79,9 +74,6 @@ class EngineStats:
                     seq.num_preemptions or seq.request.emitted_token_ids or seq.request.is_probe
                 )
             )
-        if self._num_launched % EXPERT_LOAD_EVERY == 0:
-            self._expert_load.watch()
-        self._num_launched += 1
 
     def record_step(
         self,
@@ -112,12 +104,9 @@ class EngineStats:
         parts = *host_parts, times.forward, times.sample, times.draft, publish
         for name, seconds in zip(STEP_PARTS, parts, strict=True):
             self.seconds[name] += seconds
-        if output.expert_load is not None:
-            self._expert_rows += output.expert_load.rows
-            self.work.sampled(output.expert_load.rows)
-            self._balancedness = output.expert_load.balancedness
-            self._num_balanced += 1
-            self._sum_balanced += self._balancedness
+        if output.expert_counts is not None:
+            assert plan.load_step is not None
+            self.work.sampled(self.experts.read(plan.load_step, output.expert_counts))
         self.record_idle(scheduler)
 
     def record_idle(self, scheduler: Scheduler) -> None:
@@ -163,9 +152,8 @@ class EngineStats:
             "step_seconds": dict(self.seconds),
             "kinds": dict(self.kinds),
             "prefill_cap": self._prefill_cap,
-            "expert_rows_sampled": self._expert_rows,
-            "expert_balancedness": self._balancedness,
-            "expert_balancedness_samples": (self._num_balanced, self._sum_balanced),
+            **self.experts.snapshot(),
+            **self.moves(),
             "histograms": {name: (h.bounds, h.values()) for name, h in histograms.items()},
             "process": process_info(),
         }

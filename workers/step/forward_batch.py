@@ -28,6 +28,8 @@ class ForwardBatch(AttentionBatch):
     logits_indices         int64 [L]: rows with logits, from each of which a token is drawn
     sampling_rows          int64 [L]: row in the InputBatch of the sequence of each of them, here and on the host
     sampling_positions_cpu int64 [L]: position of the token to be drawn
+    spread_copies          rows take all copies of their experts in turn, because prompts bring many rows; otherwise one
+                           copy of each expert, because decodes read weights
     adapter_slots          int64 [T]: slot of each row's adapter, 0 for none; None: no row of any rank has an adapter
     """
 
@@ -38,6 +40,7 @@ class ForwardBatch(AttentionBatch):
     sampling_rows: Annotated[torch.Tensor, Shape("logits")]
     sampling_rows_cpu: Annotated[np.ndarray, Shape("logits")]
     sampling_positions_cpu: Annotated[np.ndarray, Shape("logits")]
+    spread_copies: bool = True
     adapter_slots: Annotated[torch.Tensor | None, Shape("row")] = None
 
     @property

@@ -8,7 +8,6 @@ from itertools import compress
 
 import numpy as np
 
-from kernels.routing.expert_load import LoadSample
 from workers.step.drafts import Drafts
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.wire.request import RequestOutput, TokenLogprobs
@@ -38,7 +37,8 @@ class StepOutput:
     prompt_logprobs  by request id, for prompts that this step completed; None if there are none
     vectors          float32 [n] for each of the B sequences, None where no vector is complete; None if all are None
     drafts           by index of a sequence with new tokens, drafts that follow them; None: no draft model
-    expert_load      None in steps that do not read it
+    expert_counts    rows that came to each slot of the rank in each layer so far, int64 [L, s]; None in steps that
+                     do not read them
     """
 
     token_ids: list[int]
@@ -48,7 +48,7 @@ class StepOutput:
     vectors: list[np.ndarray | None] | None = None
     times: RunTimes = RunTimes()
     drafts: dict[int, Drafts] | None = None
-    expert_load: LoadSample | None = None
+    expert_counts: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -61,7 +61,7 @@ class StepOutput:
         vectors: list[np.ndarray | None] | None = None,
         times: RunTimes = RunTimes(),
         drafts: dict[int, Drafts] | None = None,
-        expert_load: LoadSample | None = None,
+        expert_counts: np.ndarray | None = None,
         counts_B: np.ndarray | None = None,
     ) -> "StepOutput":
         """Return the output of `batch`: of the tokens drawn, and their logprobs, one for each row with logits.
@@ -84,7 +84,7 @@ class StepOutput:
             vectors=vectors,
             times=times,
             drafts=drafts,
-            expert_load=expert_load,
+            expert_counts=expert_counts,
         )
 
     def attach(self, outputs: list[RequestOutput | None]) -> list[RequestOutput]:

@@ -109,6 +109,9 @@ class Vote:
     draft_reads   a draft model is to read the step, by a pass over all rows: later drafts need K and V of all tokens
     draft_steps   tokens that it is to draft of each sequence behind the step
     draft_rows    sequences that it is to draft tokens of
+    move          number of the move of experts that the rank stages; 0 without one
+    move_staged   1 + position in the move of the layer that the rank has staged; 0 if it still stages
+    move_cancel   number of a move that the rank wants to be cancelled; 0 without one
     adapter_rows  the step has rows with adapters on the rank
     adapter_slots  slots of the adapters of its running sequences, slot s as bit s - 1
     adapter_wanted  id of an adapter that a waiting sequence needs in a slot; 0 = none
@@ -128,6 +131,9 @@ class Vote:
     draft_reads: int = 0
     draft_steps: int = 0
     draft_rows: int = 0
+    move: int = 0
+    move_staged: int = 0
+    move_cancel: int = 0
     adapter_rows: int = 0
     adapter_slots: int = 0
     adapter_wanted: int = 0
@@ -142,6 +148,8 @@ class Vote:
 
 FIELD_NAMES = tuple(field.name for field in fields(Vote))
 NUM_FIELDS = len(FIELD_NAMES)
+LOAD_STEPS = 16
+"""Steps between two readings of the experts' load. The step behind each is read too: their difference is one step."""
 REASON_ROWS = 8  # rows that carry the reason of a failure after the vote
 
 
@@ -165,6 +173,10 @@ class StepPlan:
     draft_reads           draft models read the step, on all ranks
     draft_steps           tokens that draft models draft of each sequence, on all ranks
     draft_rows            rows of every rank in the passes that draft the second token and later ones
+    load_step             number of this step if all ranks read the counts of their experts' rows behind it
+    move_commit           position in the move of experts of the layer that all ranks commit before this step
+    move_cancelled        number of the move that all ranks cancel before this step; 0 = none
+    move_late             ranks that have not staged the next layer of the cancelled move
     adapters              a rank has rows with adapters
     adapter_slots         slots of the adapters of running sequences of any rank, as in Vote
     adapters_wanted       ids of adapters that are to come into slots, in the order of the ranks
@@ -181,6 +193,10 @@ class StepPlan:
     draft_reads: bool = False
     draft_steps: int = 0
     draft_rows: int = 0
+    load_step: int | None = None
+    move_commit: int | None = None
+    move_cancelled: int = 0
+    move_late: tuple[int, ...] = ()
     adapters: bool = False
     adapter_slots: int = 0
     adapters_wanted: tuple[int, ...] = ()
@@ -239,7 +255,7 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         assert any(columns["adapter_wanted"]) or not any(columns["has_work"]), (
             f"ranks have work but no tokens: {columns}"
         )
-        return StepPlan(False, tuple(num_tokens), **_adapters(columns))
+        return StepPlan(False, tuple(num_tokens), **_adapters(columns), **_move(columns))
 
     graph_mode, padded = _graph(columns)
     ubatch = all(columns["wants_ubatch"]) and _last_ubatch_has_tokens(
@@ -257,6 +273,8 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         draft_reads=any(columns["draft_reads"]),
         draft_steps=max(columns["draft_steps"]),
         draft_rows=max(columns["draft_rows"]),
+        load_step=columns["step"][0] if columns["step"][0] % LOAD_STEPS < 2 else None,
+        **_move(columns),
         **_adapters(columns),
     )
 
@@ -276,6 +294,19 @@ def _graph(columns: dict[str, list[int]]) -> tuple[GraphMode, int]:
         if all(columns[name]):
             return mode, max(columns[name])
     return GraphMode.NONE, max(columns["num_tokens"])
+
+
+def _move(columns: dict[str, list[int]]) -> dict[str, Any]:
+    """Return the fields of the plan about a move of experts: a layer is committed when all ranks have staged it."""
+    moves, staged = columns["move"], columns["move_staged"]
+    cancelled = max(columns["move_cancel"])
+    if cancelled:
+        ready = [move == cancelled and at > 0 for move, at in zip(moves, staged, strict=True)]
+        late = tuple(rank for rank, is_ready in enumerate(ready) if not is_ready)
+        return {"move_cancelled": cancelled, "move_late": late}
+    if min(moves) > 0 and len(set(moves)) == 1 and min(staged) > 0 and len(set(staged)) == 1:
+        return {"move_commit": staged[0] - 1}
+    return {}
 
 
 def _check_lockstep(columns: dict[str, list[int]]) -> None:

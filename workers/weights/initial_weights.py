@@ -6,7 +6,7 @@ The values keep activations near 1 and finite in bfloat16 over many layers. Know
 
 import math
 import zlib
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from kernels.routing.expert_map import ExpertMap
 from workers.specs.model import ModelConfig
 from workers.specs.weight_map import WeightEntry, WeightKind
-from workers.weights.slots import Progress, SlottedModel
+from workers.weights.slots import Progress, Slot, SlottedModel
 from workers.weights.tensors import rank_weights
 
 NUM_BYTES = 256
@@ -80,15 +80,29 @@ def draw_weights(
     rank: int,
     device: torch.device,
     progress: Progress | None = None,
-    experts: Container[int] | None = None,
+    experts: Container[tuple[int, int]] | None = None,
 ) -> None:
     """Fill `model` with random weights drawn on `device`; `progress(done, total)` in bytes, after each tensor.
 
-    experts   draw the tensors of these experts alone
+    experts   draw the tensors of these (layer, expert) alone
     """
-    generator = torch.Generator(device)
     entries = rank_weights(config, expert_map, rank, experts=experts)
-    slots = model.weight_slots()
+    draw_entries(entries, model.weight_slots(), config, device, progress=progress)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # the values of a large vocabulary in float32
+
+
+def draw_entries(
+    entries: Sequence[WeightEntry],
+    slots: Mapping[str, Slot],
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Fill the slots of these entries, by their keys, on the current stream."""
+    generator = torch.Generator(device)
     done, total = 0, sum(slots[entry.key].num_bytes for entry in entries)
     for entry in entries:
         slot, tied = slots[entry.key], config.tie_word_embeddings
@@ -96,6 +110,3 @@ def draw_weights(
         done += slot.num_bytes
         if progress is not None:
             progress(done, total)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # the values of a large vocabulary in float32

@@ -4,14 +4,14 @@ Every file's header is checked against the weight map first, so that one error n
 are read into the model's fused parameters. Knows nothing of what the tensors mean.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
 import torch
 
 from kernels.routing.expert_map import ExpertMap
 from workers.specs.model import ModelConfig, weight_map
-from workers.specs.weight_map import WeightKind, mapped_name
+from workers.specs.weight_map import WeightEntry, WeightKind, mapped_name
 from workers.weights.checkpoint_files import CheckpointError
 from workers.weights.column_orders import check_column_orders
 from workers.weights.files import (
@@ -23,7 +23,7 @@ from workers.weights.files import (
 )
 from workers.weights.fused_experts import split_experts
 from workers.weights.reader import SlotSource, fill_slots
-from workers.weights.slots import FourBitSlot, Progress, SlottedModel
+from workers.weights.slots import FourBitSlot, Progress, Slot, SlottedModel
 from workers.weights.tensors import rank_weights
 
 ROOT = "model."  # of all names but heads; a checkpoint that was saved from the base model has names without it
@@ -42,7 +42,7 @@ def load_weights(
     rank: int,
     device: torch.device,
     progress: Progress | None = None,
-    experts: Container[int] | None = None,
+    experts: Container[tuple[int, int]] | None = None,
 ) -> None:
     """Fill `model`, which is on `device`, from the checkpoint folder; `progress(done, total)` in bytes read.
 
@@ -51,27 +51,57 @@ def load_weights(
     CheckpointError names every missing, surplus or misshaped tensor, also tensors of other ranks. Tensors in
     `config.skipped`, and those that are not in `config.kept`, are not read.
 
-    experts   read the tensors of these experts alone
+    experts   read the tensors of these (layer, expert) alone
     """
-    entries = weight_map(config)
-    stored = split_experts(_headers(Path(path), config), entries)
-    tied_head = stored.pop(TIED_HEAD, None) if config.tie_word_embeddings else None
-    check_against_map(Path(path), stored, entries)
-    slots = model.weight_slots()
+    checkpoint = Checkpoint(path, config)
     chosen = rank_weights(config, expert_map, rank, experts=experts)
-    packed = [entry for entry in chosen if isinstance(slots[entry.key], FourBitSlot)]
-    check_column_orders(stored, packed)
-    sources = []
-    for entry in chosen:
-        parts = [stored[name] for name in entry.disk]
-        if entry.stacked:
-            assert entry.expert is not None
-            parts = [part.part(entry.expert) for part in parts]
-        sources.append(SlotSource(slots[entry.key], parts, entry.key, entry.four_bit))
-    fill_slots(sources, device, num_threads=torch.get_num_threads(), progress=progress)
-    if tied_head is not None:
-        name = next(entry.name for entry in entries if entry.kind == WeightKind.EMBEDDING)
-        check_tied_head(tied_head, stored[name], name)
+    checkpoint.read(chosen, model.weight_slots(), device, progress=progress)
+    checkpoint.check_tied_head()
+
+
+class Checkpoint:
+    """The tensors of a folder that fill the weight map of `config`. Reads all headers; raises as `load_weights`."""
+
+    def __init__(self, path: str | Path, config: ModelConfig):
+        entries = weight_map(config)
+        self._entries = entries
+        self._stored = split_experts(_headers(Path(path), config), entries)
+        tied = self._stored.pop(TIED_HEAD, None) if config.tie_word_embeddings else None
+        self._tied_head = tied
+        check_against_map(Path(path), self._stored, entries)
+
+    def read(
+        self,
+        entries: Iterable[WeightEntry],
+        slots: Mapping[str, Slot],
+        device: torch.device,
+        *,
+        serving: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        """Fill the slots of these entries, by their keys.
+
+        serving   beside steps: on one thread, without a wait for the whole device
+        """
+        chosen = list(entries)
+        packed = [entry for entry in chosen if isinstance(slots[entry.key], FourBitSlot)]
+        check_column_orders(self._stored, packed)
+        sources = []
+        for entry in chosen:
+            parts = [self._stored[name] for name in entry.disk]
+            if entry.stacked:
+                assert entry.expert is not None
+                parts = [part.part(entry.expert) for part in parts]
+            sources.append(SlotSource(slots[entry.key], parts, entry.key, entry.four_bit))
+        num_threads = 1 if serving else torch.get_num_threads()
+        fill_slots(sources, device, num_threads=num_threads, serving=serving, progress=progress)
+
+    def check_tied_head(self) -> None:
+        """Compare a head that is stored beside the embedding that it shares."""
+        if self._tied_head is not None:
+            kind = WeightKind.EMBEDDING
+            name = next(entry.name for entry in self._entries if entry.kind == kind)
+            check_tied_head(self._tied_head, self._stored[name], name)
 
 
 def _headers(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:

@@ -68,9 +68,12 @@ def fill_slots(
     device: torch.device,
     *,
     num_threads: int,
+    serving: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Fill every slot, all on `device`; `progress(done, total)` in bytes runs on any thread, one call at a time.
+
+    serving   steps run beside: wait for the streams of the threads alone, and leave their buffers to the next call
 
     Raises CheckpointError if a file cannot be read, or is shorter than its header states.
     """
@@ -81,7 +84,7 @@ def fill_slots(
         done = [pool.submit(_Reader(device).run, work) for _ in range(num_threads)]
     for future in done:
         future.result()
-    if device.type == "cuda":
+    if device.type == "cuda" and not serving:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # the buffers of the threads: only their streams could use them again
 

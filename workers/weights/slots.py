@@ -213,13 +213,13 @@ def parameter_of(model: Any, name: str) -> Any:
     return found
 
 
-def slot_of(model: Any, entry: WeightEntry, places: Mapping[int, int]) -> Slot:
-    """Return the destination of `entry` in `model`; `places`: of experts in the parameters of all experts."""
+def slot_of(model: Any, entry: WeightEntry, places: Mapping[tuple[int, int], int]) -> Slot:
+    """Return the destination of `entry` in `model`; `places`: of (layer, expert) in the parameters of all experts."""
     found, scale = parameter_of(model, entry.parameter), 1.0
     if entry.kind in (WeightKind.NORM, WeightKind.QK_NORM):  # a norm, which may hold a multiple
         scale, found = found.load_scale, found.weight
     if entry.expert is not None:
-        found = found[places[entry.expert]]
+        found = found[places[entry.layer, entry.expert]]
     if entry.rows is not None:
         found = found[slice(*entry.rows)]
     heads = (entry.head_dim, entry.rotary_dim or entry.head_dim) if entry.head_dim else None

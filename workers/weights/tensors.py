@@ -120,17 +120,27 @@ def rank_weights(
     expert_map: ExpertMap,
     rank: int,
     *,
-    experts: Container[int] | None = None,
+    experts: Container[tuple[int, int]] | None = None,
 ) -> list[WeightEntry]:
     """Return the tensors of one rank: those of its experts, and every tensor that belongs to no expert.
 
-    experts   return the tensors of these experts alone, as far as the rank holds them
+    experts   return the tensors of these (layer, expert) alone, as far as the rank holds them
     """
-    local = frozenset(expert_map.experts_of(rank))
-    if experts is not None:
-        chosen = frozenset(expert for expert in local if expert in experts)
-        return [entry for entry in weight_map(config) if entry.expert in chosen]
-    return [entry for entry in weight_map(config) if entry.expert is None or entry.expert in local]
+    of_layers: dict[int, frozenset[int]] = {}
+
+    def is_local(entry: WeightEntry) -> bool:
+        layer = entry.layer
+        if layer not in of_layers:
+            of_layers[layer] = frozenset(expert_map.experts_of(rank, layer))
+        if entry.expert not in of_layers[layer]:
+            return False
+        return experts is None or (layer, entry.expert) in experts
+
+    return [
+        entry
+        for entry in weight_map(config)
+        if (experts is None if entry.expert is None else is_local(entry))
+    ]
 
 
 def rank_weight_bytes(
@@ -142,6 +152,7 @@ def rank_weight_bytes(
     fp8_experts: bool = False,
     fp8_dense: bool = False,
     in_four_bits: bool = False,
+    experts: Container[tuple[int, int]] | None = None,
 ) -> int:
     """Return the bytes of one rank's weights in memory (norms, a few KiB, may take twice as much).
 
@@ -149,6 +160,7 @@ def rank_weight_bytes(
     fp8_dense     so do dense products with weights that the checkpoint stores in FP8
     in_four_bits  the experts' product computes with weights in four bits, and so do `four_bit_parameters`; all else is
                   held in `dtype`
+    experts       count the weights of these (layer, expert) alone
     """
     width, dense = DTYPE_BYTES[dtype], fp8_parameters(config) if fp8_dense else ()
     packed = four_bit_parameters(config) if in_four_bits else {}
@@ -160,4 +172,4 @@ def rank_weight_bytes(
         in_fp8 = entry.parameter in dense if entry.expert is None else fp8_experts
         return entry.fp8_bytes if in_fp8 else width * entry.size
 
-    return sum(map(num_bytes, rank_weights(config, expert_map, rank)))
+    return sum(map(num_bytes, rank_weights(config, expert_map, rank, experts=experts)))

@@ -1,4 +1,4 @@
-"""The routes /metrics for Prometheus, and /ranks as JSON. Knows nothing of the counting."""
+"""The routes /metrics for Prometheus, /ranks and /experts as JSON. Knows nothing of the counting."""
 
 import asyncio
 import logging
@@ -54,6 +54,17 @@ def add_metrics_routes(
         `groups` as in /ready.
         """
         return Response(await shared_figures.get(), media_type="application/json")
+
+    @app.get("/experts")
+    async def experts() -> Response:
+        """Where the experts of each group are, and the recent load of each expert; of groups with one rank too.
+
+        Each entry of `groups` is what `experts.map` takes: `starts` has the first slot of each rank, `layers` by number
+        the expert of every slot and the rows of each expert, those of older steps with less weight.
+        """
+        layouts = await backend_provider().expert_layouts()
+        content = {"groups": [layout.to_json() for layout in layouts]}
+        return Response(to_json(content), media_type="application/json")
 
 
 async def _text(

@@ -1,0 +1,203 @@
+"""Moves of experts by votes: several ranks in one thread of steps, with stagers that stall, raise and return late."""
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from workers.engine.expert_moves import MAX_PAUSE_S, ExpertMoves
+from workers.specs.expert_layout import ExpertLayout, ExpertMove, LayerLayout
+from workers.step.step_sync import PlanConfig, StepPlan, Vote, decide
+
+CONFIG = PlanConfig(equal_tokens=False)
+LAYERS = 4
+
+
+class Stager:
+    """Holds the map of each layer; `plan` says what the next call of `stage` does."""
+
+    def __init__(self) -> None:
+        self.held = [(0, 1)] * LAYERS
+        self.release = threading.Event()
+        self.behaviour = "stage"
+        self.calls = 0
+
+    def stage(self, layer: int, slots: tuple[int, ...]):
+        self.calls += 1
+        if self.behaviour == "raise":
+            raise OSError("the disk is gone")
+        if self.behaviour == "stall":
+            self.release.wait(60)
+        return layer, slots
+
+    def commit(self, staged) -> None:
+        layer, slots = staged
+        self.held[layer] = slots
+
+
+class Ranks:
+    def __init__(self, num_ranks: int, stall_s: float = 3.0) -> None:
+        self.now = 100.0
+        self.stagers = [Stager() for _ in range(num_ranks)]
+        self.moves = [
+            ExpertMoves(stager, stall_s=stall_s, clock=lambda: self.now) for stager in self.stagers
+        ]
+        self.step_number = 0
+
+    def begin(self, number: int, slots: tuple[int, ...], ranks=None, layers=range(LAYERS)) -> None:
+        move = ExpertMove(number, tuple((layer, slots) for layer in layers))
+        for rank in range(len(self.moves)) if ranks is None else ranks:
+            self.moves[rank].begin(move)
+        if ranks is None:
+            self.step()  # stagers begin behind a vote
+
+    def step(self, seconds: float = 0.01) -> StepPlan:
+        self.now += seconds
+        votes = [
+            Vote(epoch=0, step=self.step_number, num_tokens=1, has_work=1, **moves.vote())
+            for moves in self.moves
+        ]
+        self.step_number += 1
+        plan = decide(np.stack([vote.row() for vote in votes]), CONFIG)
+        for moves in self.moves:
+            moves.act(plan)
+        held = [stager.held for stager in self.stagers]
+        assert all(one == held[0] for one in held), "all ranks have one map behind every step"
+        return plan
+
+    def staged(self, ranks=None) -> None:
+        """Wait until these ranks have staged their next layer, or failed."""
+        for rank in range(len(self.moves)) if ranks is None else ranks:
+            moves, deadline = self.moves[rank], time.monotonic() + 30
+            while moves._move and moves._staged is None and not moves._error:
+                assert time.monotonic() < deadline
+                time.sleep(0.0005)
+
+    def close(self) -> None:
+        for stager in self.stagers:
+            stager.release.set()
+        assert all(moves.close() for moves in self.moves)
+
+
+@pytest.fixture
+def ranks():
+    made = Ranks(3)
+    yield made
+    made.close()
+
+
+def test_one_layer_a_step_on_all_ranks_at_once(ranks):
+    ranks.begin(1, (1, 0))
+    for layer in range(LAYERS):
+        ranks.staged()
+        assert ranks.step().move_commit == layer
+        assert ranks.stagers[0].held == [(1, 0)] * (layer + 1) + [(0, 1)] * (LAYERS - 1 - layer)
+    assert ranks.step().move_commit is None
+    assert [(it.completed, it.committed, it.number, it.ended) for it in ranks.moves] == [
+        (1, LAYERS, 0, 1)
+    ] * 3
+
+
+def test_nothing_is_committed_before_every_rank_has_the_move(ranks):
+    ranks.begin(1, (1, 0), ranks=[0, 2])
+    ranks.step()
+    ranks.staged([0, 2])
+    for _ in range(5):
+        assert ranks.step().move_commit is None
+    ranks.begin(1, (1, 0), ranks=[1])
+    ranks.step()
+    ranks.staged()
+    assert ranks.step().move_commit == 0
+
+
+@pytest.mark.parametrize("behaviour", ["stall", "raise"])
+def test_a_stager_that_stalls_or_raises_is_cancelled_by_all(ranks, behaviour, caplog):
+    ranks.begin(1, (1, 0))
+    ranks.staged()
+    ranks.stagers[1].behaviour = behaviour
+    assert ranks.step().move_commit == 0
+    ranks.staged([0, 2])
+    plans = [ranks.step(seconds=0.5) for _ in range(10)] if behaviour == "stall" else []
+    if behaviour == "raise":
+        ranks.staged()
+        plans = [ranks.step()]
+    (cancelled,) = [plan for plan in plans if plan.move_cancelled]
+    assert cancelled.move_late == (1,)
+    assert [it.cancelled for it in ranks.moves] == [1, 1, 1]
+    assert ranks.stagers[0].held == [(1, 0), *[(0, 1)] * (LAYERS - 1)]
+    reason = "ranks [1] have not staged" if behaviour == "stall" else "OSError: the disk is gone"
+    assert reason in caplog.text
+    ranks.stagers[1].behaviour = "stage"
+    ranks.stagers[1].release.set()  # and returns late, to no effect
+    ranks.moves[1]._thread.join()
+    ranks.step()
+    assert ranks.stagers[0].held == [(1, 0), *[(0, 1)] * (LAYERS - 1)]
+    ranks.begin(2, (1, 0), layers=range(1, LAYERS))
+    for _ in range(1, LAYERS):
+        ranks.staged()
+        ranks.step()
+    assert ranks.stagers[2].held == [(1, 0)] * LAYERS
+
+
+def test_a_move_after_a_stager_that_still_runs_is_cancelled(ranks):
+    """The thread would write into the memory of the next move."""
+    ranks.stagers[1].behaviour = "stall"
+    ranks.begin(1, (1, 0))
+    while not ranks.step(seconds=0.5).move_cancelled:
+        pass
+    calls = ranks.stagers[1].calls
+    ranks.begin(2, (1, 0))
+    assert ranks.moves[0].ended == 2 and ranks.stagers[1].calls == calls
+    assert [it.cancelled for it in ranks.moves] == [2, 2, 2]
+
+
+def test_a_move_that_comes_after_its_cancel_is_ignored(ranks):
+    ranks.begin(3, (1, 0), ranks=[0, 1])
+    while not (plan := ranks.step(seconds=0.5)).move_cancelled:
+        pass
+    assert plan.move_late[-1] == 2
+    ranks.begin(3, (1, 0), ranks=[2])
+    assert ranks.moves[2].number == 0 and ranks.moves[2].ended == 3
+    with pytest.raises(ValueError, match="move 4 of experts runs"):
+        ranks.begin(4, (1, 0), ranks=[0, 0])
+
+
+def test_time_asleep_is_no_stall(ranks):
+    ranks.stagers[1].behaviour = "stall"
+    ranks.begin(1, (1, 0))
+    assert not ranks.step(seconds=3600).move_cancelled, "the group has slept"
+    assert MAX_PAUSE_S < 3.0
+
+
+@pytest.mark.parametrize("steps", [300, pytest.param(2000, marks=pytest.mark.exhaustive)])
+def test_random_steps_with_stalls_errors_and_late_returns(steps):
+    ranks, draw, number = Ranks(4, stall_s=5.0), random.Random(1), 0
+    for _ in range(steps):
+        if draw.random() < 0.05:
+            stager = draw.choice(ranks.stagers)
+            stager.behaviour = draw.choice(["stage", "stage", "raise", "stall"])
+            if stager.behaviour != "stall":
+                stager.release.set()
+                stager.release = threading.Event()
+        if not any(moves.number for moves in ranks.moves) and draw.random() < 0.3:
+            number += 1
+            ranks.begin(number, draw.choice([(1, 0), (0, 1)]))
+        if draw.random() < 0.5:
+            time.sleep(0)
+        ranks.step(seconds=draw.choice([0.01, 0.9]))
+    cancelled, completed = ranks.moves[0].cancelled, ranks.moves[0].completed
+    assert cancelled > 1 and completed > 1, (cancelled, completed)
+    assert len({(it.cancelled, it.completed, it.committed) for it in ranks.moves}) == 1
+    ranks.close()
+
+
+def test_a_move_has_the_layers_that_change():
+    def layout(*slots: tuple[int, ...]) -> ExpertLayout:
+        return ExpertLayout(2, (0, 1, 2), {n: LayerLayout(it) for n, it in enumerate(slots)})
+
+    present = layout((0, 1), (1, 0), (0, 1))
+    assert ExpertMove.between(1, present, present) is None
+    move = ExpertMove.between(7, present, layout((0, 1), (0, 1), (1, 0)))
+    assert move == ExpertMove(7, ((1, (0, 1)), (2, (1, 0))))

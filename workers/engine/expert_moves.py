@@ -1,0 +1,196 @@
+"""Moves of experts between ranks while the engine serves: staged layer by layer in a thread, committed by the vote.
+
+Each rank stages the weights of a layer that it lacks into spare memory, and votes that it has. When all ranks have,
+the plan of one step lets all of them commit the layer between two steps: weights and map together. A layer that is
+not committed leaves no trace, so a move that is cancelled leaves a whole map: that of the layers committed so far.
+Knows nothing of weights: the stager does.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kernels.host.owned import start_thread
+from workers.specs.expert_layout import ExpertMove
+from workers.step.step_sync import StepPlan
+
+logger = logging.getLogger(__name__)
+
+STALL_S = 20.0
+"""Seconds of steps without progress after which a rank votes to cancel a move. A layer takes milliseconds."""
+MAX_PAUSE_S = 1.0  # between two votes counts as stepping; longer, the group has slept
+JOIN_S, CLOSE_S = 0.02, 5.0  # for the thread of a move that has ended
+
+
+class Stager(Protocol):
+    """Stages and commits the layers of one rank."""
+
+    def stage(self, layer: int, slots: tuple[int, ...]) -> Any:
+        """Read the experts of this rank that a layer's new map adds, into spare memory. In any thread; may raise."""
+
+    def commit(self, staged: Any) -> None:
+        """Put what `stage` has returned in the place of the layer's weights and map. In the thread of the steps."""
+
+
+class ExpertMoves:
+    """The moves of one rank in one epoch. `vote` and `act` belong to the step loop; all else may be called anywhere.
+
+    committed   layers, cancelled and completed: moves, since the epoch began
+    """
+
+    def __init__(
+        self,
+        stager: Stager | None = None,
+        *,
+        stall_s: float = STALL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.committed = self.cancelled = self.completed = 0
+        self._stager, self._stall_s, self._clock = stager, stall_s, clock
+        self._changed = threading.Condition()
+        self._move: ExpertMove | None = None
+        self._thread: threading.Thread | None = None
+        self._staged: tuple[int, Any] | None = None  # position in the move, and what to commit
+        self._next = 0  # position in the move
+        self._error, self._started = "", True
+        self._ended = 0  # the last move that has ended here
+        self._waited_s = self._voted_at = 0.0
+
+    def counts(self) -> dict[str, int]:
+        """Return the statistics: layers committed, moves completed and cancelled, and whether one runs."""
+        return {
+            "expert_layers_moved": self.committed,
+            "expert_moves": self.completed,
+            "expert_moves_cancelled": self.cancelled,
+        }
+
+    @property
+    def number(self) -> int:
+        """The number of the move that runs; 0 without one."""
+        move = self._move
+        return 0 if move is None else move.number
+
+    @property
+    def ended(self) -> int:
+        """The number of the last move that has ended; 0 before the first."""
+        return self._ended
+
+    def begin(self, move: ExpertMove) -> None:
+        """Begin to stage a move. One that was cancelled meanwhile is ignored.
+
+        Raises ValueError while another move runs.
+        """
+        assert move.layers and move.number > 0 and self._stager is not None
+        before = self._thread
+        if before is not None and self._move is None:
+            before.join(JOIN_S)
+        with self._changed:
+            if move.number <= self._ended:
+                return
+            if self._move is not None:
+                raise ValueError(f"move {self._move.number} of experts runs")
+            self._move, self._staged, self._next, self._error = move, None, 0, ""
+            self._waited_s, self._started = 0.0, False
+            if before is not None and before.is_alive():
+                self._error = "the stager of a move that was cancelled still runs"
+
+    def vote(self) -> dict[str, int]:
+        """Return the fields of this rank's vote."""
+        now = self._clock()
+        with self._changed:
+            if self._move is None:
+                self._voted_at = now
+                return {}
+            self._waited_s += min(now - self._voted_at, MAX_PAUSE_S)
+            self._voted_at = now
+            staged = 0 if self._staged is None else 1 + self._staged[0]
+            stalled = self._error or self._waited_s > self._stall_s
+            return {
+                "move": self._move.number,
+                "move_staged": staged,
+                "move_cancel": self._move.number if stalled else 0,
+            }
+
+    def act(self, plan: StepPlan) -> None:
+        """Commit or cancel as all ranks do in this step, before it is launched."""
+        if plan.move_cancelled:
+            self._cancel(plan)
+        elif plan.move_commit is not None:
+            self._commit(plan.move_commit)
+        if not self._started:
+            self._start()
+
+    def _start(self) -> None:
+        """Begin to stage behind a vote, because all ranks have then committed what the votes before have decided."""
+        with self._changed:
+            move = self._move
+            if move is not None and not self._error:
+                self._started = True
+                self._thread = start_thread(
+                    lambda: self._run(move), lambda error: self._fail(move, error), "expert-moves"
+                )
+
+    def _commit(self, position: int) -> None:
+        with self._changed:
+            assert self._move is not None and self._staged is not None and self._stager is not None
+            at, staged = self._staged
+            assert at == position == self._next, (at, position, self._next)
+            self._stager.commit(staged)
+            self.committed += 1
+            self._staged, self._next, self._waited_s = None, position + 1, 0.0
+            if self._next == len(self._move.layers):
+                self.completed += 1
+                self._end(self._move.number)
+            self._changed.notify_all()
+
+    def _cancel(self, plan: StepPlan) -> None:
+        number = plan.move_cancelled
+        with self._changed:
+            move = self._move
+            if number <= self._ended:
+                return
+            self.cancelled += 1
+            done = f"{self._next} of {len(move.layers)} layers" if move is not None else "none"
+            reason = self._error or (
+                f"ranks {list(plan.move_late)} have not staged the next layer"
+                if plan.move_late
+                else "no progress"
+            )
+            logger.warning("move %d of experts is cancelled after %s: %s", number, done, reason)
+            self._end(number)
+            self._changed.notify_all()
+
+    def _end(self, number: int) -> None:
+        self._ended = max(self._ended, number)
+        if self._move is not None and self._move.number <= number:
+            self._move, self._staged = None, None
+
+    def _run(self, move: ExpertMove) -> None:
+        assert self._stager is not None
+        for position, (layer, slots) in enumerate(move.layers):
+            staged = self._stager.stage(layer, slots)
+            with self._changed:
+                if self._move is not move:
+                    return
+                self._staged = position, staged
+                while self._move is move and self._next == position:
+                    self._changed.wait()
+                if self._move is not move:
+                    return
+
+    def _fail(self, move: ExpertMove, error: BaseException) -> None:
+        with self._changed:
+            if self._move is move:
+                self._error = f"{type(error).__name__}: {error}"
+                logger.warning("experts cannot be staged", exc_info=error)
+
+    def close(self) -> bool:
+        """End the move that runs; return whether its thread has ended, and so writes to no memory any more."""
+        with self._changed:
+            self._move = self._staged = None
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+        return self._thread is None or not self._thread.is_alive()

@@ -1,0 +1,171 @@
+"""Stages experts that come to a rank while it serves: into spare memory, then in place at once.
+
+They come from ranks of the same host on CPUs, else from the checkpoint. The spare memory is that of one layer. Knows
+nothing of votes.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kernels.slot_table import SlotTable
+from workers.engine.expert_moves import ExpertMoves
+from workers.layers.moe import MoeBlock, SpareWeights, StagedMap, flat
+from workers.rank.peer_experts import PeerExperts
+from workers.rank.process import RankProcess
+from workers.specs.expert_layout import ExpertReport
+from workers.specs.model import weight_map
+from workers.specs.weight_map import WeightEntry
+from workers.stats.stats import EngineStats
+from workers.weights.initial_weights import draw_entries
+from workers.weights.loader import Checkpoint
+from workers.weights.slots import slot_of
+
+
+@dataclass(frozen=True)
+class StagedLayer:
+    """A layer that waits for its commit.
+
+    places   slots of the rank, ascending, that get new weights
+    slots    the expert of every slot of all ranks
+    """
+
+    layer: int
+    places: list[int]
+    slots: tuple[int, ...]
+    map: StagedMap
+
+
+class ExpertStager:
+    """Stages layers for a rank process, see workers.engine.expert_moves.Stager.
+
+    committed   called with a layer behind its commit
+    """
+
+    def __init__(
+        self,
+        process: RankProcess,
+        committed: Callable[[int], None],
+        peers: PeerExperts | None = None,
+    ):
+        """Reads the headers of the checkpoint. The process has loaded its weights."""
+        assert process.model is not None, "load() comes first"
+        self._blocks, self._device = process.model.moe_blocks(), process.device
+        self._config, self._experts, self._rank = (
+            process.model_config,
+            process.experts,
+            process.rank,
+        )
+        self._spare, self._committed = process.experts.spare, committed
+        self._peers = peers or PeerExperts(process.rank, {})
+        self._checkpoint = None
+        if process.config.model.weights != "dummy":
+            self._checkpoint = Checkpoint(process.config.model.folder, process.model_config)
+        self._entries: dict[tuple[int, int], list[WeightEntry]] = defaultdict(list)
+        for entry in weight_map(self._config):  # now, because this holds the interpreter for long
+            if entry.expert is not None:
+                self._entries[entry.layer, entry.expert].append(entry)
+        self._free: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def stage(self, layer: int, slots: tuple[int, ...]) -> StagedLayer:
+        """See Stager."""
+        block, spare = self._blocks[layer], self._spare[layer]
+        own = self._experts.base.slots_of(self._rank)
+        experts = list(slots[own.start : own.stop])
+        pairs = enumerate(zip(experts, block.held, strict=True))
+        places = [place for place, (wanted, held) in pairs if wanted != held]
+        assert not {experts[place] for place in places} & set(block.held), "an expert changes slots"
+        with torch.inference_mode(), self._on_stream():
+            if places:
+                self._read(layer, {experts[place]: place for place in places}, spare)
+            table = SlotTable.of(
+                slots,
+                self._experts.base.starts,
+                self._experts.base.num_experts,
+                self._rank,
+                self._device,
+            )
+        return StagedLayer(layer, places, slots, StagedMap(experts, table))
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        if self._stream is None:
+            return nullcontext()
+        if self._free is not None:  # the last commit reads the spare memory
+            self._free.synchronize()
+        return torch.cuda.stream(self._stream)
+
+    def _read(self, layer: int, places: dict[int, int], spare: SpareWeights) -> None:
+        tensors, present = flat(spare.parameters), self._experts.present
+        places = {
+            expert: place
+            for expert, place in places.items()
+            if not self._peers.copy(layer, expert, present, [it[place] for it in tensors])
+        }
+        if not places:
+            return
+        entries = [entry for expert in places for entry in self._entries[layer, expert]]
+        shell = SimpleNamespace(layers={layer: SimpleNamespace(mlp=spare)})
+        at = {(layer, expert): place for expert, place in places.items()}
+        slots = {entry.key: slot_of(shell, entry, at) for entry in entries}
+        if self._checkpoint is not None:
+            self._checkpoint.read(entries, slots, self._device, serving=True)
+        else:
+            draw_entries(entries, slots, self._config, self._device)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def commit(self, staged: StagedLayer) -> None:
+        """See Stager. Takes the copies of one layer's new weights, queued before the next step."""
+        block: MoeBlock = self._blocks[staged.layer]
+        with torch.inference_mode():
+            block.commit(staged.places, self._spare[staged.layer], staged.map)
+        if self._stream is not None:
+            self._free = torch.cuda.current_stream(self._device).record_event()
+        self._experts.moved(staged.layer, staged.slots)
+        self._committed(staged.layer)
+
+
+def report(process: RankProcess, moves: ExpertMoves, stats: EngineStats) -> ExpertReport:
+    """Return where the experts are and their load, while the engine serves; from any thread."""
+    while True:  # until no layer is committed in between
+        committed = moves.committed
+        present, recent_Ls, step = (
+            process.experts.present,
+            stats.experts.recent_Ls,
+            stats.experts.step,
+        )
+        rows = {}
+        if recent_Ls is not None:
+            rows = {layer: tuple(recent_Ls[layer].tolist()) for layer in present.layers}
+        if moves.committed == committed:
+            return ExpertReport(process.rank, step, present, rows, moves.number, moves.ended)
+
+
+def begin_serving(
+    process: RankProcess, closing: ExitStack, gather: Callable[[Any], Sequence[Any]]
+) -> tuple[EngineStats, ExpertMoves]:
+    """Return the statistics of an epoch and its moves of experts, which `closing` ends. Collective."""
+    process.count_experts()  # from zero: without the rows of the warm-up
+    stats, experts = EngineStats(process.pace), process.experts
+    if not experts.movable:
+        return stats, ExpertMoves()
+    peers = PeerExperts.meet(process.rank, process.dims, experts.handles, gather)
+    moves = ExpertMoves(ExpertStager(process, stats.experts.moved, peers))
+    stats.moves = moves.counts
+
+    def close() -> None:
+        if moves.close():
+            peers.close()
+        else:
+            experts.lose_spare()
+
+    closing.callback(close)
+    return stats, moves
