@@ -29,7 +29,7 @@ POSTS = (
 )
 GETS = (
     *("/v1/models", "/v1/models/{model}", "/live", "/ready", "/health", "/ping"),
-    *("/version", "/load", "/metrics", "/ranks"),
+    *("/version", "/load", "/metrics", "/ranks", "/experts"),
     *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
 )
 OTHERS = ("DELETE /v1/responses/{response_id}", "POST /v1/responses/{response_id}/cancel")
