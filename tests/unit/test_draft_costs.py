@@ -151,7 +151,7 @@ def test_with_the_least_share_some_depth_pays_and_with_less_none_does(costs):
     assert rate(0.98 * min(found, 1.0) - 0.03) <= 1 or found == 0
 
 
-# Qwen3.6-35B-A3B in FP8 on one H200: docs/results/gpu-speculation.json.
+# What a start on one H200 measured, Qwen3.6-35B-A3B in FP8.
 H200 = StepSeconds(
     decode=((1, 2.96), (8, 4.63), (32, 8.61), (128, 12.17)),
     verify=((1, 3.0), (4, 3.89), (32, 8.75), (128, 12.32), (512, 15.97)),
