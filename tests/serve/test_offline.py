@@ -24,7 +24,7 @@ from tests.serve.server import (
 )
 
 MARK = "PHALANX_TEST_MARK"  # a variable that all descendants of a process inherit
-NUM_SHORT, NUM_LINES, SHORT = 8, 25, 8
+NUM_SHORT, NUM_LINES, SHORT = 8, 15, 8
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
 PYTHON = """
