@@ -74,7 +74,7 @@ def dense_tile(num_rows: int, dtype: torch.dtype, width: int, num_sms: int) -> F
     """
     if dtype != torch.bfloat16:
         return SLOW
-    if width > BLOCK * num_sms or num_rows > 128:
+    if width > BLOCK * num_sms:
         return _tile(num_rows, dtype, width, num_stages=4)
     if num_rows <= 8:
         return FourBitTile(16, BLOCK, 4, 4, 4, unroll=2, early=True, splits=MOST_PARTS.value)

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.lora_shrink import experts_of
+
 BLOCK_M, BLOCK_N = 32, 128
 
 
@@ -61,9 +63,7 @@ def lora_expand_kernel(
         b_at = b_ptr + slot.to(tl.int64) * b_stride + columns[None, :] * RANK + ranks[:, None]
         out_at = out_ptr + rows[:, None].to(tl.int64) * out_stride + columns[None, :]
         if EXPERTS:
-            expert = tl.load(experts_ptr + rows, mask=mine, other=0)
-            lowest = tl.min(tl.where(mine, expert, 1 << 30), 0)
-            highest = tl.max(tl.where(mine, expert, 0), 0)
+            expert, lowest, highest = experts_of(experts_ptr, rows, mine)
             for number in range(lowest, highest + 1):
                 here = mine & (expert == number)
                 if tl.sum(here.to(tl.int32), 0) > 0:

@@ -19,6 +19,13 @@ MAX_SPLITS = 8
 
 
 @triton.jit
+def experts_of(experts_ptr, rows, mine):
+    """Return the expert of each row that is `mine`, and the lowest and the highest of them."""
+    expert = tl.load(experts_ptr + rows, mask=mine, other=0)
+    return expert, tl.min(tl.where(mine, expert, 1 << 30), 0), tl.max(tl.where(mine, expert, 0), 0)
+
+
+@triton.jit
 def _shrink(
     x_at,
     a_at,
@@ -78,9 +85,7 @@ def lora_shrink_kernel(
         h_at += ranks[None, :]
         start, end = split * piece, min((split + 1) * piece, depth)
         if EXPERTS:
-            expert = tl.load(experts_ptr + rows, mask=mine, other=0)
-            lowest = tl.min(tl.where(mine, expert, 1 << 30), 0)
-            highest = tl.max(tl.where(mine, expert, 0), 0)
+            expert, lowest, highest = experts_of(experts_ptr, rows, mine)
             for number in range(lowest, highest + 1):
                 here = mine & (expert == number)
                 if tl.sum(here.to(tl.int32), 0) > 0:

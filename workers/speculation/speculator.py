@@ -51,11 +51,8 @@ class Speculator:
         self, drafter: Drafter, config: SpeculationConfig, measured: StepSeconds | None = None
     ):
         """Take the seconds of steps, if they were measured at the start."""
-        self._drafter, self._most, self._adaptive = (
-            drafter,
-            config.num_draft_tokens,
-            config.adaptive,
-        )
+        self._drafter, self._adaptive = drafter, config.adaptive
+        self._most = config.num_draft_tokens
         lengths = config.accept_lengths
         self._synthetic = None if lengths is None else SyntheticGuesses(lengths)
         self.uses_model = config.uses_model
@@ -66,7 +63,7 @@ class Speculator:
         self._patience: dict[Sequence, int] = {}  # steps that a draft model still reads of it
         self._left_out: set[Sequence] = set()  # a draft model has not read all of them
         self._next_probe = 0  # step
-        self._passes = config.num_draft_tokens if config.uses_model else 0
+        self._passes = self._most if self.uses_model else 0
         self._num_choices = 0
 
     def committed(
@@ -99,9 +96,8 @@ class Speculator:
             return False
         acceptance = self._acceptance.get(seq)
         share = self._of_all.share
-        if (
-            acceptance is not None
-        ):  # a few wrong guesses end no drafts, and a few right ones begin none
+        # A few wrong guesses of a sequence end no drafts, and a few right ones begin none.
+        if acceptance is not None:
             share = OF_ALL * share + (1 - OF_ALL) * acceptance.share
         return not self._adaptive or share >= self._least
 
