@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,19 @@ def ray_command(host: Host, *arguments: object, timeout: float = 180) -> str:
     ended = host.run(BIN / "ray", *arguments, timeout=timeout, environment=TOKEN)
     assert ended.returncode == 0, ended.stdout
     return ended.stdout
+
+
+def share_token(head: Host, others: Iterable[Host]) -> None:
+    """Generate the token of a Ray cluster on its head, and give it to other hosts."""
+    ray_command(head, "get-auth-token", "--generate")
+    token = head.run("cat", ".ray/auth_token").stdout
+    for host in others:
+        host.run("sh", "-c", f"mkdir .ray && printf %s '{token}' > .ray/auth_token")
+
+
+def rank_processes(host: Host) -> list[str]:
+    """Return the processes of the ranks on a host."""
+    return host.run("pgrep", "-f", "ray::RankActor").stdout.split()
 
 
 def phalanx(

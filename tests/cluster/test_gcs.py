@@ -14,7 +14,15 @@ import pytest
 
 from tests.cluster import hosts
 from tests.cluster.hosts import Bed, Host, wait_for
-from tests.cluster.launched import BIN, ENVIRONMENT, TOKEN, Server, Stream, ray_command
+from tests.cluster.launched import (
+    BIN,
+    ENVIRONMENT,
+    TOKEN,
+    Server,
+    Stream,
+    rank_processes,
+    ray_command,
+)
 
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 REASON = hosts.unavailable() or (None if REDIS else "neither redis-server nor valkey-server")
@@ -94,15 +102,11 @@ def longest_pause(stream: Stream) -> float:
     return max(later - earlier for earlier, later in pairwise(times))
 
 
-def ranks(host: Host) -> list[str]:
-    return host.run("pgrep", "-f", "ray::RankActor").stdout.split()
-
-
 def kill_a_rank(host: Host, server: Server, expected: str) -> None:
     """The group is rebuilt as ever."""
     streams = open_streams(server)
     before = server.group()["epoch"]
-    host.run("kill", "-KILL", ranks(host)[0])
+    host.run("kill", "-KILL", rank_processes(host)[0])
     whole(streams, expected)
     wait_for(lambda: server.group()["epoch"] > before, 120, "the group is rebuilt")
     print(f"last rebuild: {server.group()['last_rebuild']}")
@@ -114,7 +118,7 @@ def test_streams_go_on_without_the_gcs_and_the_server_after_it(head: Host) -> No
     first = server.stream(NUM_TOKENS, 100)
     first.wait(150)
     expected = text_of(first)
-    before = ranks(head)
+    before = rank_processes(head)
     streams = open_streams(server)
     head.run("kill", "-STOP", pid_of(head, "gcs_server"))
     time.sleep(STOPPED_S)
@@ -125,7 +129,7 @@ def test_streams_go_on_without_the_gcs_and_the_server_after_it(head: Host) -> No
     restart_gcs(head, GONE_S)
     whole(streams, expected)
     print(f"longest pause, GCS restarted: {max(map(longest_pause, streams)):.1f} s")
-    assert ranks(head) == before and server.process.poll() is None, server.log
+    assert rank_processes(head) == before and server.process.poll() is None, server.log
     kill_a_rank(head, server, expected)
     the_gcs_is_gone_for_ever(head, server)
 
@@ -140,7 +144,7 @@ def the_gcs_is_gone_for_ever(head: Host, server: Server) -> None:
     # The launcher says it, or Ray's own client, which may end the process first.
     said = r"^error: .*Ray|Failed to connect to GCS"
     assert re.search(said, server.log, re.M), server.log
-    wait_for(lambda: not ranks(head), 60, "no rank is left")
+    wait_for(lambda: not rank_processes(head), 60, "no rank is left")
     own = ("cluster.cli", "RankActor", "Supervisor", "Serve")  # the node's agents are Ray's
 
     def left() -> list[str]:

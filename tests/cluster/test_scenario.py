@@ -22,6 +22,7 @@ from tests.cluster.launched import (
     listeners,
     phalanx,
     ray_command,
+    share_token,
     start_cluster,
 )
 
@@ -304,9 +305,7 @@ def test_a_group_over_ipv6(tmp_path: Path) -> None:
     """Two hosts without IPv4 addresses on their network."""
     with hosts.bed(tmp_path, 2, ENVIRONMENT) as bed:
         head, other = bed.hosts
-        ray_command(head, "get-auth-token", "--generate")
-        token = head.run("cat", ".ray/auth_token").stdout
-        other.run("sh", "-c", f"mkdir .ray && printf %s '{token}' > .ray/auth_token")
+        share_token(head, [other])
         for host in bed.hosts:
             host.run("ip", "address", "del", f"{host.address}/24", "dev", "eth0")
             host.run("ip", "-6", "route", "add", "default", "dev", "eth0")

@@ -8,7 +8,13 @@ import pytest
 
 from tests.cluster import hosts
 from tests.cluster.hosts import Bed, Host, wait_for
-from tests.cluster.launched import ENVIRONMENT, Server, ray_command
+from tests.cluster.launched import (
+    ENVIRONMENT,
+    Server,
+    rank_processes,
+    ray_command,
+    share_token,
+)
 
 REASON = hosts.unavailable()
 pytestmark = [
@@ -27,11 +33,9 @@ NUM_TOKENS = 300
 def bed(tmp_path: Path) -> Iterator[Bed]:
     with hosts.bed(tmp_path, 3, ENVIRONMENT) as made:
         head, *others = made.hosts
-        ray_command(head, "get-auth-token", "--generate")
-        token = head.run("cat", ".ray/auth_token").stdout
+        share_token(head, others)
         ray_command(head, "start", "--head", "--port=6379", f"--node-ip-address={head.address}")
         for host in others:
-            host.run("sh", "-c", f"mkdir .ray && printf %s '{token}' > .ray/auth_token")
             join = ("start", f"--address={head.address}:6379")
             ray_command(host, *join, f"--node-ip-address={host.address}")
         yield made
@@ -48,18 +52,16 @@ def server_on(host: Host, ranks: int) -> Server:
     return server
 
 
-def ranks(host: Host) -> list[str]:
-    return host.run("pgrep", "-f", "ray::RankActor").stdout.split()
-
-
 def test_ranks_end_with_the_host_of_their_supervisor(bed: Bed) -> None:
     """They free their places, which another server takes."""
     head, serving, other = bed.hosts
     server_on(serving, 3)
-    assert all(map(ranks, bed.hosts)), "one rank a host"
+    assert all(map(rank_processes, bed.hosts)), "one rank a host"
     bed.lose(serving)
     lost = time.monotonic()
-    wait_for(lambda: not ranks(head) and not ranks(other), ENDED_S, "the ranks end")
+    wait_for(
+        lambda: not rank_processes(head) and not rank_processes(other), ENDED_S, "the ranks end"
+    )
     print(f"\nthe ranks have ended {time.monotonic() - lost:.1f} s after their supervisor's host")
     server = server_on(head, 2)
     stream = server.stream(NUM_TOKENS, 60)
