@@ -24,7 +24,7 @@ ENVIRONMENT = {
 TOKEN = {**ENVIRONMENT, "RAY_AUTH_MODE": "token"}
 NODES = """
 import json, logging, sys, time, ray
-ray.init(address="auto", logging_level=logging.ERROR)
+ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
 def alive():
     return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
 deadline = time.monotonic() + float(sys.argv[2])
