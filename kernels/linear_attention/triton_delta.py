@@ -36,7 +36,7 @@ class TritonLinearAttention(LinearAttention):
 
     name = "triton"
     devices = ("cuda",)
-    auto = "a decode reads and writes each state once"
+    auto: str | None = "a decode reads and writes each state once"
     graph = True
     mixed_graph = True
     distributions: tuple[str, ...] = ("triton",)
