@@ -29,6 +29,7 @@ from tests.triton.attention_launches import (
     prompts,
     store_fp8,
     store_kv,
+    warp_decodes,
 )
 from tests.triton.device import DEVICE, FOR_HOPPER
 from tests.triton.launch_inputs import (
@@ -326,6 +327,8 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "decodes_in_chunks": partial(decodes, cut=True),
     "decodes_fp8": partial(decodes, cut=False, sinks=False, fp8=True),
     "decodes_fp8_in_chunks": partial(decodes, cut=True, sinks=False, fp8=True),
+    "decodes_fp8_by_warps": partial(warp_decodes, cut=False),
+    "decodes_fp8_by_warps_in_chunks": partial(warp_decodes, cut=True),
     "prompts_fp8": partial(prompts, window=None, fp8=True),
     "prompts": partial(prompts, window=None),
     "prompts_with_a_window": partial(prompts, window=128),
@@ -363,6 +366,14 @@ def _decode_programs() -> list[int]:
     return [PROGRAMS_PER_SM] * 4
 
 
+def _warp_decode_programs() -> list[int]:
+    from kernels.triton.warp_decode_fp8 import PROGRAMS_PER_SM
+
+    for cut in (False, True):
+        warp_decodes(Inputs(DEVICE, 16, 0), cut=cut)
+    return [PROGRAMS_PER_SM] * 2
+
+
 def _latent_decode_programs() -> list[int]:
     """Launch decodes over latents of 16 and of more heads; a program has an SM alone."""
     for num_heads in (16, 20):
@@ -382,4 +393,5 @@ LAUNCHES: dict[str, Callable[[], list[int]]] = {
     **{f"push_on_{sms}_sms": partial(_pushes, 4, sms) for sms in (8, 32)},
     "decodes": _decode_programs,
     "latent_decodes": _latent_decode_programs,
+    "decodes_by_warps": _warp_decode_programs,
 }
