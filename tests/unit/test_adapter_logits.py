@@ -115,7 +115,8 @@ def test_logits_equal_those_of_the_merged_model(tmp_path: Path, family: str) -> 
         expected = logits_of(merged[slot], [ids])
         torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
     base = logits_of(rank, sequences)
-    torch.testing.assert_close(base[1], found[1], atol=0, rtol=0)
+    # Not bit for bit: experts that get other rows sum in another order on some processors.
+    torch.testing.assert_close(base[1], found[1], atol=1e-5, rtol=0)
     changed = (base - found).abs().amax(1) > 1e-4
     lens = torch.tensor([len(ids) for ids in sequences])
     assert torch.equal(changed, torch.tensor(slots).repeat_interleave(lens) > 0)
