@@ -222,6 +222,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2, help="simulations; their means are written")
     add_options(parser, "sticky-simulation", drawn=False)
     options = parser.parse_args()
+    report = {**origin(0, options.commit), "requests": options.requests, "seeds": options.seeds}
     found: dict[str, Any] = {}
     for name, load in LOADS.items():
         found[name] = {}
@@ -232,14 +233,7 @@ def main() -> None:
             found[name][f"{lead:g}"] = {
                 key: round(mean(run[key] for run in runs), 3) for key in runs[0]
             }
-            print(name, lead, found[name][f"{lead:g}"], flush=True)
-    report = {
-        **origin(0, options.commit),
-        "requests": options.requests,
-        "seeds": options.seeds,
-        "loads": {name: vars(load) for name, load in LOADS.items()},
-        "by_lead": found,
-    }
+    report |= {"loads": {name: vars(load) for name, load in LOADS.items()}, "by_lead": found}
     save(options.out, report)
     print(json.dumps(report["by_lead"], indent=1))
 
