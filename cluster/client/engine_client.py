@@ -76,6 +76,7 @@ class EngineClient(OperatorCalls):
             [self._config.cluster.ranks] * len(healths),
             num_replicas=self._config.serve.replicas,
             start=random.randrange(1 << 16),
+            lead=self._config.serve.prefix_lead,
         )
         self._groups = [
             GroupClient(
@@ -128,6 +129,7 @@ class EngineClient(OperatorCalls):
         whole: bool = False,
         pooling: PoolingParams | None = None,
         adapter: str = "",
+        session: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """The tokens of one request as they come; with `whole` at once, when all have come.
 
@@ -149,6 +151,7 @@ class EngineClient(OperatorCalls):
                 whole=whole,
                 pooling=pooling,
                 adapter=adapter_id,
+                session=session,
                 num_tokens=len(prompt_token_ids) + expected_output(params),
             )
             request.route(self._router, groups)

@@ -284,3 +284,4 @@ class GroupClient:
         """Release what the last submission took."""
         if self.open.pop(request.wire_id, None) is not None:
             request.release()
+            self._router.keep(request.load, request.tail, request.emitted)

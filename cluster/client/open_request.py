@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from cluster.client.refusals import request_digest
-from cluster.client.router import Place, RankLoad, Router
+from cluster.client.router import Place, RankLoad, Router, Tail
 from workers.wire.request import (
     EngineRequest,
     PoolingParams,
@@ -24,9 +24,11 @@ class OpenRequest:
 
     pinned   the rank that the client chose, if it did
     adapter  id of its LoRA adapter; 0 for none
+    session  name that the requests of one session share; "" without one
     whole    `get` waits for the last output, because a wait for each output takes most of the time of an output
     load     counts the request at the rank that has it
     prefill_tokens  prompt tokens that count there until the first token
+    tail     end of the prompt, behind which its rank keeps the answer in its cache
     attempt  how often the request was submitted; a rank must not see one request id twice
     emitted  every token that came, whether the client has it or not
 
@@ -50,8 +52,10 @@ class OpenRequest:
     whole: bool = False
     pooling: PoolingParams | None = None
     adapter: int = 0
+    session: str = ""
     load: RankLoad = field(default_factory=lambda: RankLoad((0, 0)))
     prefill_tokens: int = 0
+    tail: Tail = field(default_factory=lambda: Tail(0, []))
     attempt: int = 0
     emitted: list[int] = field(default_factory=list)
     fresh: bool = True
@@ -126,8 +130,9 @@ class OpenRequest:
             cache_salt=f"{self.adapter}:{self.cache_salt}" if self.adapter else self.cache_salt,
             pinned=self.pinned,
             groups=groups,
+            session=self.session,
         )
-        self.load, self.prefill_tokens = pick.load, pick.prefill
+        self.load, self.prefill_tokens, self.tail = pick.load, pick.prefill, pick.tail
         pick.load.begin_prefill(pick.prefill)
 
     def end_prefill(self) -> None:
