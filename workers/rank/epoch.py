@@ -18,7 +18,8 @@ from kernels.attention.dummy import DummyAttention
 from kernels.backends.memory import backend_memory
 from kernels.backends.select import Backends
 from workers.engine.datagram_vote import DatagramVoteTransport
-from workers.engine.engine import Engine, Publish
+from workers.engine.engine import Engine
+from workers.engine.outbox import Publish
 from workers.engine.vote_transport import (
     AbortableVote,
     LocalVoteTransport,
@@ -294,9 +295,8 @@ class Epoch:
             if not process.selection.all2all_class.needs_process_group:
                 # Only the rendezvous needed the sockets, and gloo's thread would poll them 100 times a second.
                 process_group.leave()
-            self.scheduler.speculator = make_speculator(
-                process.config.speculation, process.step_seconds
-            )
+            measured = process.step_seconds
+            self.scheduler.speculator = make_speculator(process.config.speculation, measured)
             self._parts.engine = Engine(
                 self.scheduler,
                 self.runner,

@@ -191,23 +191,26 @@ class Scheduler:
         """Enter the output of a launched step. Sequences that have finished or were aborted get no output."""
         outputs: list[RequestOutput | None] = []
         token_ids, end = step.token_ids, 0
+        drafts_of = (step.drafts or {}).get
         for index, (part, count) in enumerate(zip(batch.parts, step.counts, strict=True)):
             seq, start, end = part.seq, end, end + count
             seq.num_pending -= part.num_logits
             if seq.finished:
                 outputs.append(None)
-            else:
-                if part.kind is VERIFY:
-                    self.table.verified(seq, part.num_logits - count)
+                continue
+            if part.kind is VERIFY:
+                seq.verified(part.num_logits - count)
+            if seq.num_computed_tokens >= seq.next_full:
                 self.cache.commit(seq)
-                if part.ends_vector:
-                    assert step.vectors is not None, "the step has a vector to end"
-                    outputs.append(self._end_with_vector(seq, step.vectors[index]))
-                    continue
-                outputs.append(self._append(part, token_ids[start:end]) if count else None)
-                if self.speculator is not None and count and not seq.finished:
-                    drafts = None if step.drafts is None else step.drafts.get(index)
-                    self.speculator.committed(seq, drafts, (count - 1, len(part.draft_token_ids)))
+            if part.ends_vector:
+                assert step.vectors is not None, "the step has a vector to end"
+                outputs.append(self._end_with_vector(seq, step.vectors[index]))
+                continue
+            outputs.append(self._append(part, token_ids[start:end]) if count else None)
+            if self.speculator is not None and count and not seq.finished:
+                verified = count - 1, len(part.draft_token_ids)
+                self.speculator.committed(seq, drafts_of(index), verified)
+        self.table.committed(batch.seqs, token_ids, step.counts)
         return step.attach(outputs)
 
     def check_integrity(self) -> None:
@@ -230,7 +233,10 @@ class Scheduler:
         drafts = (len(drawn) - 1, num_drafts - len(drawn) + 1) if num_drafts else None
         request_id, known = seq.request.request_id, len(seq.token_ids)
         finish_reason = None
-        for token_id in drawn:
+        goes_on = seq.goes_on_behind(drawn)
+        if goes_on:
+            seq.token_ids += drawn
+        for token_id in () if goes_on else drawn:
             if token_id < 0 or seq.grammar is not None:
                 error = self._error_of(seq, token_id)
                 if error is not None:

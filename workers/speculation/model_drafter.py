@@ -10,6 +10,8 @@ from workers.speculation.drafter import Drafter, Guesses
 from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
 
+NO_GUESSES = Guesses(0, 0)
+
 
 class Waiting(NamedTuple):
     """Drafts that follow the first `num_tokens` tokens of a sequence."""
@@ -29,11 +31,14 @@ class ModelDrafter(Drafter):
     def drafted(self, seq: Sequence, drafts: Drafts) -> None:
         self._waiting[seq] = Waiting(len(seq.token_ids), drafts)
 
-    def committed(self, seq: Sequence) -> Guesses:
+    def committed(self, seq: Sequence, verified: tuple[int, int]) -> Guesses:
         before = self._waiting.pop(seq, None)
         known = len(seq.token_ids)
         if before is None or before.num_tokens >= known:
-            return Guesses(0, 0)
+            return NO_GUESSES
+        accepted, drafted = verified
+        if drafted == len(before.drafts):
+            return Guesses(accepted, int(accepted < drafted))
         tokens, right = seq.token_ids[before.num_tokens :], 0
         for token, draft in zip(tokens, before.drafts.read(), strict=False):
             if token != draft:

@@ -16,7 +16,7 @@ from workers.speculation.depth import (
     choose_passes,
     least_share,
 )
-from workers.speculation.drafter import Drafter
+from workers.speculation.drafter import Drafter, Guesses
 from workers.speculation.model_drafter import ModelDrafter
 from workers.speculation.ngram import NGramDrafter
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize
@@ -65,6 +65,8 @@ class Speculator:
         self._next_probe = 0  # step
         self._passes = self._most if self.uses_model else 0
         self._num_choices = 0
+        self._unsettled: list[tuple[Sequence, Guesses, tuple[int, int]]] = []
+        self._waiting: set[Sequence] = set()  # drafts of them do not pay
 
     def committed(
         self,
@@ -72,23 +74,46 @@ class Speculator:
         drafts: Drafts | None = None,
         verified: tuple[int, int] = (0, 0),
     ) -> None:
-        """Read the new tokens of `seq`, and decide whether its next step waits for them.
+        """Read the new tokens of `seq`; `settle` follows.
 
         drafts     of a draft model, that follow the new tokens
         verified   accepted drafts, of so many that the step verified
         """
-        acceptance = self._acceptance.get(seq)
-        if acceptance is None:
-            acceptance = self._acceptance[seq] = Acceptance(self._of_all.share)
-        guesses = self._drafter.committed(seq)
-        if self._synthetic is not None:
-            guesses = self._synthetic.counted(guesses, verified)
-        if seq not in self._left_out:
-            acceptance.count(*guesses)
-            self._of_all.count(*guesses)
+        self._unsettled.append((seq, self._drafter.committed(seq, verified), verified))
         if drafts:
             self._drafter.drafted(seq, drafts)
-        seq.speculates = self._pays(seq) and self._drafter.has_drafts(seq)
+
+    def settle(self) -> None:
+        """Count the guesses of the sequences with new tokens, and decide whether their next steps wait for tokens.
+
+        A step may be launched between `committed` and this call: no launch waits for it.
+        """
+        unsettled, self._unsettled = self._unsettled, []
+        all_right = all_wrong = 0
+        for seq, guesses, verified in unsettled:
+            if seq.finished:
+                continue
+            acceptance = self._acceptance.get(seq)
+            if acceptance is None:
+                acceptance = self._acceptance[seq] = Acceptance(self._of_all.share)
+            if self._synthetic is not None:
+                guesses = self._synthetic.counted(guesses, verified)
+            if seq not in self._left_out:
+                right, wrong = guesses
+                acceptance.count(right, wrong)
+                all_right += right
+                all_wrong += wrong
+        self._of_all.count(all_right, all_wrong)
+        for seq, _, _ in unsettled:
+            if seq.finished:
+                continue
+            pays = self._pays(seq)
+            if pays:
+                self._waiting.discard(seq)
+                self._patience[seq] = PATIENCE
+            else:
+                self._waiting.add(seq)
+            seq.speculates = pays and self._drafter.has_drafts(seq)
 
     def _pays(self, seq: Sequence) -> bool:
         """Return whether a draft of `seq` is expected to pay; it may have none."""
@@ -169,11 +194,10 @@ class Speculator:
         """
         pays, waiting = False, []
         for seq in seqs:
-            if self._pays(seq):
-                pays = True
-                self._patience[seq] = PATIENCE
-            else:
+            if seq in self._waiting or (seq not in self._acceptance and not self._pays(seq)):
                 waiting.append(seq)
+            else:
+                pays = True
         if waiting and step >= self._next_probe:
             self._next_probe = (step // PAUSE + 1) * PAUSE
             probing = next((seq for seq in waiting if seq not in self._left_out), waiting[0])
@@ -190,7 +214,9 @@ class Speculator:
 
     def left_out(self, seqs: Iterable[Sequence]) -> None:
         """Draft no more of these sequences: the draft model does not read their next step."""
-        self._left_out.update(seqs)
+        found = list(seqs)
+        self._left_out.update(found)
+        self._waiting.update(found)
 
     def observe(self, size: StepSize, seconds: float) -> None:
         """Count a step without prompts."""
@@ -201,6 +227,7 @@ class Speculator:
         self._acceptance.pop(seq, None)
         self._patience.pop(seq, None)
         self._left_out.discard(seq)
+        self._waiting.discard(seq)
         self._drafter.forget(seq)
 
 

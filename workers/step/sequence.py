@@ -28,9 +28,9 @@ class SequenceKind(Enum):
 PROMPT, DECODE, VERIFY = SequenceKind
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)  # Not frozen: that takes most of the time to make one.
 class ScheduledSequence:
-    """The part of one sequence in a step.
+    """The part of one sequence in a step. Nothing changes it.
 
     num_new          tokens that the step computes, one row of the forward each
     num_logits       how many of these rows, the last ones, give logits, from each of which a token is drawn
@@ -143,6 +143,21 @@ class Sequence:
             return pooling is not None and self.num_computed_tokens == len(self.token_ids)
         return len(self.token_ids) + self.num_pending >= self.max_num_tokens
 
+    def verified(self, num_rejected: int) -> None:
+        """Drop the drafts; the K and V of the last `num_rejected` computed tokens do not count."""
+        assert self.row >= 0, f"{self.request.request_id} lost its row with drafts in flight"
+        self.draft_token_ids = ()
+        self.num_computed_tokens -= num_rejected
+
+    def goes_on_behind(self, token_ids: list[int]) -> bool:
+        """Return whether none of these next tokens can be the last one, and all are tokens; False with a grammar."""
+        return (
+            self.grammar is None
+            and len(self.token_ids) + len(token_ids) < self.max_num_tokens
+            and self.request.params.stop_token_ids.isdisjoint(token_ids)
+            and min(token_ids) >= 0
+        )
+
     def finish_reason(self) -> FinishReason | None:
         """Return the reason why the token just appended is the last token, or None."""
         if self.token_ids[-1] in self.request.params.stop_token_ids:
@@ -196,6 +211,22 @@ class InputBatch:
             self.token_ids[seq.row, seq.num_tokens] = token_id
         seq.token_ids.append(token_id)
 
+    def committed(self, seqs: list[Sequence], token_ids: list[int], counts: list[int]) -> None:
+        """Enter the last tokens of `seqs` and how many tokens are computed, of those that still have a row.
+
+        token_ids   of all sequences, one after another; `counts` has their numbers
+        """
+        rows, counts_B = self.rows_of(seqs), np.array(counts, dtype=np.int64)
+        kept_B = rows >= 0
+        self.num_computed_tokens[rows[kept_B]] = np.array(
+            [seq.num_computed_tokens for seq in seqs], dtype=np.int64
+        )[kept_B]
+        ends_B = np.array([len(seq.token_ids) for seq in seqs], dtype=np.int64)
+        places = np.arange(len(token_ids)) + np.repeat(ends_B - counts_B.cumsum(), counts_B)
+        kept = np.repeat(kept_B, counts_B)
+        place = np.repeat(rows, counts_B)[kept], places[kept]
+        self.token_ids[place] = np.array(token_ids, dtype=np.int64)[kept]
+
     def propose(self, seq: Sequence, draft_token_ids: Iterable[int]) -> None:
         """Let the next step verify drafts or references, as many as `seq` may have tokens before its last.
 
@@ -208,13 +239,6 @@ class InputBatch:
             drafts = drafts[: seq.grammar.num_allowed(drafts)]
         seq.draft_token_ids = drafts
         self.token_ids[seq.row, start : start + len(seq.draft_token_ids)] = seq.draft_token_ids
-
-    def verified(self, seq: Sequence, num_rejected: int) -> None:
-        """Drop the drafts of `seq`; the K and V of the last `num_rejected` computed tokens do not count."""
-        assert seq.row >= 0, f"{seq.request.request_id} lost its row with drafts in flight"
-        seq.draft_token_ids = ()
-        seq.num_computed_tokens -= num_rejected
-        self.num_computed_tokens[seq.row] = seq.num_computed_tokens
 
     def launched(
         self, seqs: list[Sequence], num_new_tokens: np.ndarray, num_logits: np.ndarray
