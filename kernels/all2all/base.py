@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import torch
 
 from kernels.all2all.comm_stream import CommStream
+from kernels.block_fp8 import Fp8Rows, widen_rows
 from kernels.host.triton_version import triton_unavailable
 from kernels.interface.backend import Backend, BackendShape
 from kernels.interface.context import BackendContext
@@ -68,13 +69,15 @@ class ExpertInput:
     slots_N: torch.Tensor | None = None
 
     def permuted_rows(self) -> torch.Tensor:
-        """Return the rows in expert order; with `routing` the content of unused rows is undefined. Not of e4m3."""
-        assert self.scale_RS is None, "the grouped GEMM takes no rows in e4m3"
+        """Return the rows in expert order, those of e4m3 in bfloat16; with `routing` unused rows are undefined."""
+        x_ND = self.x_RD
+        if self.scale_RS is not None:
+            x_ND = widen_rows(Fp8Rows(x_ND, self.scale_RS))
         if self.routing is None:
-            return self.x_RD
+            return x_ND
         from kernels.triton.scatter_rows import scatter_rows
 
-        return scatter_rows(self.x_RD, self.routing.permuted_idx_NK, self.routing.num_permuted)
+        return scatter_rows(x_ND, self.routing.permuted_idx_NK, self.routing.num_permuted)
 
     def adapter_rows(self) -> ExpertRows:
         """Return the adapters of the permuted rows, where rows carry them."""
