@@ -1,8 +1,8 @@
 """Triton kernel for the first product of LoRA adapters: h = A[slot] x of each row with an adapter.
 
-A program has some rows, one slot and one part, and ends at once unless one of its rows has the slot: rows need no
-order, and slots that no row has cost next to nothing. So one captured launch serves every mix of adapters. Few rows
-share the depth of a product between programs, because reading A bounds them. Rows of routed experts are in expert
+A program has some rows, one slot, and one part or all parts, and ends at once unless one of its rows has the slot: rows
+need no order, and slots that no row has cost next to nothing. So one captured launch serves every mix of adapters. Few
+rows share the depth of a product between programs, because reading A bounds them. Rows of routed experts are in expert
 order, and a program goes through the experts of its rows.
 
 T rows, K depth, S slots, e local experts, E experts with matrices, P parts, r rank, Q = P * r, Z pieces of the depth.
@@ -16,6 +16,9 @@ BLOCK_M, BLOCK_K = 32, 64
 SPLIT_ROWS = 256  # up to so many rows the depth is split
 SPLIT_DEPTH = 512  # least depth of a piece
 MAX_SPLITS = 8
+MOST_AT_ONCE = (
+    64  # ranks of all parts up to which a program takes all parts, and reads its rows once
+)
 
 
 @triton.jit
@@ -120,6 +123,8 @@ def lora_shrink(
     num_slots, width = a_SQK.shape[0], a_SQK.shape[-2]
     assert x_TK.stride(1) == 1 and a_SQK[0].is_contiguous() and x_TK.dtype == a_SQK.dtype
     assert a_SQK.dim() == (3 if experts is None else 4), a_SQK.shape
+    if width <= MOST_AT_ONCE:
+        rank = width
     parts = width // rank
     splits = min(MAX_SPLITS, max(1, depth // SPLIT_DEPTH)) if num_rows <= SPLIT_ROWS else 1
     piece = triton.cdiv(triton.cdiv(depth, splits), BLOCK_K) * BLOCK_K

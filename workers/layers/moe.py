@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from kernels.all2all.base import with_slots
 from kernels.backends.select import Backends
 from kernels.lora.experts import ExpertAdapters
 from kernels.routing.expert_map import ExpertMap, kept_runs
@@ -189,9 +188,9 @@ class MoeBlock:
         buffer_TD = self.all2all.dispatch_buffer(len(residual_TD))
         residual_TD, h_TD = self.norm.add(residual_TD, hidden_TD, buffer_TD)
         slots_TK, topk_weights_TK = self._route(h_TD, batch)
-        if self.all2all.adapters:
+        if (column := self.all2all.slot_column) is not None:
             slots_T = None if self.lora is None else batch.adapter_slots
-            slots_TK, topk_weights_TK = with_slots(slots_TK, topk_weights_TK, slots_T)
+            slots_TK, topk_weights_TK = column.beside(slots_TK, topk_weights_TK, slots_T)
         pending = self.all2all.dispatch(h_TD, slots_TK, topk_weights_TK)
         if self.shared is not None:  # computed while the rows travel
             residual_TD = self.shared.add_to(residual_TD, h_TD, batch.adapters)
