@@ -167,6 +167,20 @@ H200 = StepSeconds(
 )
 
 
+def test_a_new_sequence_has_drafts_before_its_first_guesses_are_counted():
+    drafts = make_speculator(SpeculationConfig(method="mtp", num_draft_tokens=3), H200)
+    old, new = sequence([1]), sequence([2])
+    for seq in (old, new):
+        seq.token_ids.append(4)
+        drafts.committed(seq, Drafts.known((5, 6, 7)))
+        if seq is old:
+            drafts.settle()
+    assert dict(drafts.drafts([old, new], 2, 8)).keys() == {old, new}
+    assert drafts.wish([old, new], 1, prompts=False)[0]
+    drafts.settle()
+    assert old.speculates and new.speculates
+
+
 def test_a_draft_model_sleeps_while_drafts_of_no_sequence_pay():
     """It reads prompts, and now and then the steps of a sequence, so that drafts may pay again."""
     drafts = make_speculator(SpeculationConfig(method="mtp", num_draft_tokens=3), MEASURED)

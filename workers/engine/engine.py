@@ -12,13 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from kernels.host.owned import start_thread
 from kernels.pending import Pending
 from workers.engine.arrivals import Arrivals
 from workers.engine.expert_moves import ExpertMoves
+from workers.engine.in_flight import InFlightStep
 from workers.engine.messages import Abort, AbortIngress, Message, Refusal
 from workers.engine.outbox import Outbox, Publish
 from workers.overlap.policy import OverlapPolicy, never
@@ -48,19 +49,7 @@ from workers.step.step_sync import (
 from workers.wire.request import EngineRequest, RequestOutput
 
 UNHEALTHY = 1
-LOAD_INTERVAL_STEPS = 16  # steps
 REPEAT_WAKE_S = 0.5
-
-
-@dataclass(frozen=True)
-class InFlightStep:
-    """A step that is launched and not committed. prefill_cap: cap of its prompt tokens, 0 = no rank decodes in it."""
-
-    batch: ScheduledBatch
-    plan: StepPlan
-    output: Pending[StepOutput]
-    times: HostTimes
-    prefill_cap: int
 
 
 class Engine:
@@ -217,8 +206,7 @@ class Engine:
             assert batch is not None, "a rank without a batch votes unhealthy"
             self.stats.before_step(batch, plan)
             enter_plan(self.scheduler.speculator, batch, plan)
-            output = self.runner.launch(batch, plan)
-            self.scheduler.launched(batch)
+            output = self._launch(batch, plan)
             times = HostTimes(schedule_s, voted - scheduled)
             self._in_flight.append(InFlightStep(batch, plan, output, times, self._next_cap))
         else:
@@ -232,6 +220,27 @@ class Engine:
         except Exception as error:
             self.fail(error)
         return plan
+
+    def _launch(self, batch: ScheduledBatch, plan: StepPlan) -> Pending[StepOutput]:
+        """Launch a step and enter it in the scheduler.
+
+        A draw that needs the token before it waits behind the forward, not before the vote, where all ranks would wait.
+        """
+        if batch.draws_late:
+            return self.runner.launch(batch, plan, partial(self._commit_before_draws, batch))
+        output = self.runner.launch(batch, plan)
+        self.scheduler.launched(batch)
+        return output
+
+    def _commit_before_draws(self, batch: ScheduledBatch) -> None:
+        """Enter the launch of a forward, and commit the steps before it."""
+        self.scheduler.launched(batch)
+        try:
+            self._commit(0)
+        except AbortedError:
+            raise
+        except Exception as error:
+            self.fail(error)
 
     def _prepare(self) -> ScheduledBatch | None:
         """Drain the inbox and schedule; None after a failure, which is then voted."""
@@ -332,9 +341,7 @@ class Engine:
         if self.scheduler.speculator is not None:
             self.scheduler.speculator.settle()
         generated = [self._outbox.collect(committed) for *_, committed in self._committed]
-        self._outbox.send()
-        if self._step % LOAD_INTERVAL_STEPS == 0:
-            self._outbox.send_load()
+        self._outbox.send(self._step)
         spent = time.perf_counter() - started
         for (launched, output, _), num_tokens in zip(self._committed, generated, strict=True):
             self.stats.record_step(

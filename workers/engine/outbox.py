@@ -8,6 +8,7 @@ from workers.stats.request_times import RequestTimer
 from workers.wire.request import RequestOutput
 
 Publish = Callable[[str, list[RequestOutput]], None]
+LOAD_INTERVAL_STEPS = 16  # steps
 
 
 class Outbox:
@@ -33,11 +34,13 @@ class Outbox:
             self._outputs[find(entry.request_id)].append(entry)
         return num_tokens
 
-    def send(self) -> None:
-        """Publish all outputs."""
+    def send(self, step: int) -> None:
+        """Publish all outputs behind step number `step`, now and then with this rank's load."""
         outputs, self._outputs = self._outputs, defaultdict(list)
         for ingress_id, messages in outputs.items():
             self._publish(ingress_id, messages)
+        if step % LOAD_INTERVAL_STEPS == 0:
+            self.send_load()
 
     def send_load(self) -> None:
         """Publish this rank's load to ingresses with another load in their last message."""

@@ -353,19 +353,19 @@ class RankProcess:
         """Return the bytes of this rank's weights."""
         dtype = self.config.model.dtype
         assert dtype != "auto", "resolve_rank_config comes first"
-        configs = [self.model_config, *([] if self.draft is None else [self.draft.config])]
-        return sum(
-            rank_weight_bytes(
-                config,
-                self.experts.map,
-                self.rank,
-                dtype,
-                fp8_experts=self.selection.fp8_experts,
-                fp8_dense=self.selection.fp8_dense,
-                in_four_bits=self.selection.four_bit_experts,
-            )
-            for config in configs
+        count = partial(
+            rank_weight_bytes,
+            expert_map=self.experts.map,
+            rank=self.rank,
+            dtype=dtype,
+            fp8_experts=self.selection.fp8_experts,
+            fp8_dense=self.selection.fp8_dense,
+            in_four_bits=self.selection.four_bit_experts,
         )
+        if self.draft is None:
+            return count(self.model_config)
+        head_bytes = self.draft.head_bytes(self.model_config, fp8_dense=self.selection.fp8_dense)
+        return count(self.model_config) + count(self.draft.config) + head_bytes
 
     def info(self, graph_bytes: int, stage_seconds: dict[str, float]) -> RankInfo:
         """Describe this rank to the supervisor."""

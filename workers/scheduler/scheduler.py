@@ -36,7 +36,6 @@ from workers.step.sequence import (
     InputBatch,
     ScheduledSequence,
     Sequence,
-    SequenceKind,
 )
 from workers.step.step_output import StepOutput
 from workers.wire.request import EngineRequest, RequestOutput
@@ -116,9 +115,14 @@ class Scheduler:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether a running sequence needs the tokens of the launched steps before its next step."""
+        """Whether a running sequence needs the tokens of the launched steps before its next step is scheduled.
+
+        A sequence of which only the next draw needs them does not, unless a draft model drafts behind the draws.
+        """
+        late = self.speculator is None or not self.speculator.uses_model
         return any(
-            seq.num_pending and (seq.needs_last_token or seq.speculates or seq.draft_token_ids)
+            seq.num_pending
+            and (seq.speculates or seq.draft_token_ids or (seq.needs_last_token and not late))
             for seq in self.running
         )
 
@@ -172,7 +176,7 @@ class Scheduler:
                 if self._preempt_last() is seq:
                     break
             else:
-                work.append(_part(seq, kind, num_new))
+                work.append(seq.part(kind, num_new))
                 budget -= num_new
                 prompts -= num_new if kind is PROMPT else 0
                 index += 1
@@ -322,7 +326,7 @@ class Scheduler:
             self._start(seq, prefix, num_new)
             if self._config.chunked_prefill:
                 num_new = self.cache.chunk(seq, num_new)
-            work.append(_part(seq, PROMPT, num_new))
+            work.append(seq.part(PROMPT, num_new))
             budget -= num_new
 
     def _take_slot(self, seq: Sequence) -> bool:
@@ -382,18 +386,3 @@ def _advance(grammar: Grammar | None, token_ids: list[int]) -> str | None:
     if grammar is None:
         return None
     return next(filter(None, map(grammar.advance, token_ids)), None)
-
-
-def _part(seq: Sequence, kind: SequenceKind, num_new: int) -> ScheduledSequence:
-    """Return the part of `seq`, of its present kind, that computes its next `num_new` tokens."""
-    if kind is DECODE:
-        assert seq.decode_part is not None, f"{seq.request.request_id} has no row"
-        return seq.decode_part
-    if kind is PROMPT:
-        last, pooling = num_new == seq.num_remaining, seq.request.pooling
-        if pooling is None:
-            return ScheduledSequence(seq, kind, num_new, int(last))
-        start = seq.num_computed_tokens
-        rows = pooling.hidden_rows(start, start + num_new, last=last)
-        return ScheduledSequence(seq, kind, num_new, 0, hidden_rows=rows, ends_vector=last)
-    return ScheduledSequence(seq, kind, num_new, num_new, seq.draft_token_ids[: num_new - 1])

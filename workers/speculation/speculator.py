@@ -146,7 +146,9 @@ class Speculator:
             return
         available_S = np.array([len(drafts) for _, drafts in found])
         if self._adaptive:
-            acceptance_S = np.array([self._acceptance[seq].share for seq, _ in found])
+            # A sequence may have drafts behind its first token before that token is settled.
+            known, of_all = self._acceptance.get, self._of_all
+            acceptance_S = np.array([known(seq, of_all).share for seq, _ in found])
             num_drafts = min(budget, int(available_S.sum()))
             costs_N = self._costs.expected(num_decodes, num_drafts, self._passes)
             depths = choose_depths(acceptance_S, available_S, num_decodes, costs_N)

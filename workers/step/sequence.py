@@ -149,6 +149,21 @@ class Sequence:
         self.draft_token_ids = ()
         self.num_computed_tokens -= num_rejected
 
+    def part(self, kind: SequenceKind, num_new: int) -> ScheduledSequence:
+        """Return the part of a step that computes the next `num_new` tokens; kind: the present one."""
+        if kind is DECODE:
+            assert self.decode_part is not None, f"{self.request.request_id} has no row"
+            return self.decode_part
+        if kind is VERIFY:
+            drafts = self.draft_token_ids[: num_new - 1]
+            return ScheduledSequence(self, kind, num_new, num_new, drafts)
+        last, pooling = num_new == self.num_remaining, self.request.pooling
+        if pooling is None:
+            return ScheduledSequence(self, kind, num_new, int(last))
+        start = self.num_computed_tokens
+        rows = pooling.hidden_rows(start, start + num_new, last=last)
+        return ScheduledSequence(self, kind, num_new, 0, hidden_rows=rows, ends_vector=last)
+
     def goes_on_behind(self, token_ids: list[int]) -> bool:
         """Return whether none of these next tokens can be the last one, and all are tokens; False with a grammar."""
         return (
