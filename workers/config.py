@@ -160,8 +160,9 @@ class CacheConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(
         "auto",
         description="Precision of cached K and V; auto = model.dtype; fp8 = e4m3 with a scale for each token and head: "
-        "half the memory of 16-bit values, with rounding errors. Not for latent attention (MLA). On GPUs it is "
-        "experimental: its kernels have not passed all their tests on a GPU yet.",
+        "half the memory of 16-bit values, with rounding errors. Latents (MLA) have a scale for each token, and the "
+        "rotated key stays in bfloat16. On GPUs it is experimental: its kernels have not passed all their tests on a "
+        "GPU yet.",
     )
     state_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",

@@ -32,6 +32,7 @@ ATTENTION = {
     "flashinfer": "kernels.attention.flashinfer.FlashInferAttention",
     "flashinfer_fp8": "kernels.attention.flashinfer_fp8.FlashInferFp8Attention",
     "flashinfer_mla": "kernels.attention.flashinfer_mla.FlashInferMlaAttention",
+    "flashinfer_mla_fp8": "kernels.attention.flashinfer_mla_fp8.FlashInferMlaFp8Attention",
     "triton": "kernels.attention.triton_paged.TritonPagedAttention",
     "native": "kernels.attention.native.NativeAttention",
     "sdpa": "kernels.attention.sdpa.SdpaAttention",

@@ -64,6 +64,20 @@ def decodes(at: Inputs, *, cut: bool, sinks: bool = True, fp8: bool = False) -> 
     paged_decode(q, caches, torch.empty_like(q), chunks, **options)
 
 
+def latent_decodes(at: Inputs, *, cut: bool, num_heads: int = HEADS) -> None:
+    """Decodes over latents in e4m3; queries have the strides of a product of each head."""
+    from kernels.triton.decode_merge import Chunks
+    from kernels.triton.latent_decode import latent_decode
+
+    caches = at.latents(fp8=True)
+    q, rope = at.rows(num_heads, 512), at.rows(num_heads, 192)[..., 128:]
+    of_heads = q.view(num_heads, at.size, 512).transpose(0, 1)
+    parts = (at.size, at.size, at.size, at.size + 1)
+    whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
+    chunks = Chunks(*whole[at.offset :].split(parts), at.slice(at.size), cut)
+    latent_decode(of_heads, rope, caches, torch.empty_like(q), chunks, scale=0.1)
+
+
 def prompts(at: Inputs, *, window: int | None, fp8: bool = False) -> None:
     from kernels.triton.paged_attention import paged_attention
 

@@ -22,6 +22,7 @@ from tests.triton import launches_four_bit, launches_fp8
 from tests.triton.attention_launches import (
     decodes,
     expand_fp8,
+    latent_decodes,
     list_pages,
     norm_rotate_store,
     prompts,
@@ -30,7 +31,6 @@ from tests.triton.attention_launches import (
 )
 from tests.triton.device import DEVICE, FOR_HOPPER
 from tests.triton.launch_inputs import (
-    BLOCK,
     EXPERTS,
     HEAD_DIM,
     HEADS,
@@ -42,7 +42,7 @@ from tests.triton.launch_inputs import (
 from tests.triton.symm_ranks import build_ranks
 
 
-def _latents(at: Inputs) -> None:
+def _latents(at: Inputs, *, fp8: bool = False) -> None:
     """Of a projection that holds q too, as it is without a latent of q, stored; and keys of several chunks, merged."""
     from kernels.triton.expand_keys import expand_keys
     from kernels.triton.merge_attention import merge_attention
@@ -51,10 +51,9 @@ def _latents(at: Inputs) -> None:
     rank, rope, nope = 512, 64, 128
     down, weight = at.rows(HEADS * (nope + rope) + rank + rope), at.rows(rank).new_ones(rank)
     q, latent = down.split([HEADS * (nope + rope), rank + rope], 1)
-    rotation, cache = at.rows(1, rope // 2, dtype=torch.complex64), at.rows(1)[:0]
-    cache = cache.new_zeros(4, BLOCK, rank + rope)
+    rotation = at.rows(1, rope // 2, dtype=torch.complex64)
     heads = q.view(at.size, HEADS, nope + rope)
-    store_latents(heads, latent, weight, 1e-6, rotation, at.slice(), cache)
+    store_latents(heads, latent, weight, 1e-6, rotation, at.slice(), *at.latents(fp8=fp8))
     expand_keys(at.rows(HEADS, 2 * nope), latent[:, rank:], nope)
     rows, lse = at.rows(HEADS, nope), at.rows(HEADS, dtype=torch.float32)
     merge_attention(rows, lse, rows.clone(), lse.clone())
@@ -292,6 +291,9 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "rotate_store": partial(norm_rotate_store, norm=False, rotary_dim=HEAD_DIM),
     "rotate_part_store": partial(norm_rotate_store, norm=False, rotary_dim=HEAD_DIM // 2),
     "latents": _latents,
+    "latents_fp8": partial(_latents, fp8=True),
+    "latent_decodes": partial(latent_decodes, cut=False),
+    "latent_decodes_in_chunks": partial(latent_decodes, cut=True),
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
     "linear_attention_of_drafts": partial(_linear_attention, prompts=False, drafts=2),
@@ -363,6 +365,13 @@ def _decode_programs() -> list[int]:
     return [PROGRAMS_PER_SM] * 4
 
 
+def _latent_decode_programs() -> list[int]:
+    """Launch decodes over latents of 16 and of more heads; a program has an SM alone."""
+    for num_heads in (16, 20):
+        latent_decodes(Inputs(DEVICE, 16, 0), cut=True, num_heads=num_heads)
+    return [1, 1]
+
+
 LAUNCHES: dict[str, Callable[[], list[int]]] = {
     **{f"{rows}_rows_an_expert": partial(_tiles, rows) for rows in (0.25, 8, 40, 80, 400, 1000)},
     "1000_rows_an_expert_with_gelu": partial(_tiles, 1000, "gelu"),
@@ -374,4 +383,5 @@ LAUNCHES: dict[str, Callable[[], list[int]]] = {
     "push_fp8_on_8_sms": partial(_pushes, 4, 8, fp8=True),
     **{f"push_on_{sms}_sms": partial(_pushes, 4, sms) for sms in (8, 32)},
     "decodes": _decode_programs,
+    "latent_decodes": _latent_decode_programs,
 }
