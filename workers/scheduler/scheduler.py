@@ -25,6 +25,8 @@ from workers.config import SchedulerConfig
 from workers.kv_cache.group import Prefix
 from workers.kv_cache.manager import KVCacheManager
 from workers.sampling import no_token
+from workers.scheduler.image_queue import ImageQueue
+from workers.scheduler.refusals import refusal_of
 from workers.speculation.speculator import Speculator
 from workers.step.adapter_slots import AdapterSlots
 from workers.step.grammar import Grammar
@@ -36,9 +38,9 @@ from workers.step.sequence import (
     InputBatch,
     ScheduledSequence,
     Sequence,
-    SequenceKind,
 )
 from workers.step.step_output import StepOutput
+from workers.step.step_sync import StepPlan
 from workers.wire.request import EngineRequest, RequestOutput
 
 MAX_HELD_BACK = 32  # waiting sequences that one step considers, of those that wait for blocks of other sequences
@@ -52,6 +54,7 @@ class Scheduler:
     cache        memory of the running sequences, with the contents that an earlier scheduler has left, all free
     speculator   drafts tokens of sequences that decode; None: every sequence gets one token a step
     adapters     slots of LoRA adapters; None: no sequence has one
+    images       sequences that wait for their images; None: no sequence has any
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager, max_model_len: int):
@@ -68,26 +71,40 @@ class Scheduler:
         self.num_invalid = 0  # requests that ended because of their logits
         self.speculator: Speculator | None = None
         self.adapters: AdapterSlots | None = None
+        self.images: ImageQueue | None = None
         self._slot_users: Counter[int] = Counter()  # running sequences by slot
         self._adapter_wanted = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence waits or runs."""
-        return bool(self._by_id)
+        """Whether a sequence waits or runs, those aside that wait for their images."""
+        return len(self._by_id) > (0 if self.images is None else len(self.images.waiting))
 
     def add(self, request: EngineRequest, grammar: Grammar | None = None) -> str | None:
         """Queue `request`; return the reason why it can never run here, or None.
 
         `grammar` is fresh: the emitted tokens of the request advance it here.
         """
-        error = self._refusal(request) or _advance(grammar, request.emitted_token_ids)
+        limits = self.cache, self._max_model_len, self.adapters, self.images
+        error = refusal_of(request, *limits) or _advance(grammar, request.emitted_token_ids)
         if error is None:
             seq = Sequence.from_request(request, self._max_model_len)
             seq.grammar = grammar
             seq.order = (request.priority, next(self._arrivals))
             self._by_id[request.request_id] = seq
-            insort(self.waiting, seq, key=_by_order)
+            if seq.images is None or self._holds_images(seq, self.cache.lookup(seq)):
+                insort(self.waiting, seq, key=_by_order)
+        return error
+
+    def images_ready(self, request_id: str) -> str | None:
+        """Queue a request with embeddings that the encoder has made; return why it ends instead, or None."""
+        seq = None if self.images is None else self.images.take(request_id)
+        if seq is None or seq.images is None:
+            return None
+        insort(self.waiting, seq, key=_by_order)
+        error = seq.images.error
+        if error is not None:
+            self._finish(seq)
         return error
 
     def abort(self, request_id: str) -> Sequence | None:
@@ -113,6 +130,9 @@ class Scheduler:
         self.cache.close()
         while self.running:
             self._release(self.running.pop())
+        for seq in self._by_id.values():
+            if seq.images is not None:
+                seq.images.release()
 
     @property
     def needs_tokens(self) -> bool:
@@ -172,7 +192,7 @@ class Scheduler:
                 if self._preempt_last() is seq:
                     break
             else:
-                work.append(_part(seq, kind, num_new))
+                work.append(ScheduledSequence.of(seq, kind, num_new))
                 budget -= num_new
                 prompts -= num_new if kind is PROMPT else 0
                 index += 1
@@ -186,6 +206,16 @@ class Scheduler:
         self._admitted.clear()
         self.table.launched(batch.seqs, batch.num_new_tokens, batch.num_logits)
         self.cache.launched(batch.seqs)
+        for seq in batch.seqs if batch.prefill_tokens else ():
+            if seq.images is not None:
+                seq.images.launched(seq.num_computed_tokens)
+
+    def follow(self, plan: StepPlan) -> None:
+        """Enter the plan of a step, before its launch."""
+        if self.adapters is not None:
+            self.adapters.follow(plan)
+        if self.images is not None:
+            self.images.follow(plan)
 
     def commit(self, batch: ScheduledBatch, step: StepOutput) -> list[RequestOutput]:
         """Enter the output of a launched step. Sequences that have finished or were aborted get no output."""
@@ -273,25 +303,6 @@ class Scheduler:
         self.cache.forget(seq)  # the K and V of its blocks may be NaN too
         self.num_invalid += 1
 
-    def _refusal(self, request: EngineRequest) -> str | None:
-        length = len(request.prompt_token_ids)
-        longest = self._max_model_len - (request.pooling is None)  # a token follows
-        if not 0 < length <= longest:
-            return f"prompt of {length} tokens; must be 1 to {longest}"
-        total = min(length + request.params.max_tokens, self._max_model_len)
-        need = self.cache.demand.blocks(total)
-        if need > self.cache.num_blocks:
-            return (
-                f"prompt of {length} tokens plus up to {total - length} new ones needs {need} KV blocks; "
-                f"this rank has {self.cache.num_blocks} (cache.num_blocks)"
-            )
-        if request.adapter and not (self.adapters and self.adapters.is_loaded(request.adapter)):
-            return "the adapter of the request is not loaded on this rank; its log has the reason"
-        num_emitted = len(request.emitted_token_ids)
-        if num_emitted and num_emitted >= total - length:
-            return f"{num_emitted} tokens were emitted of at most {total - length}: the request has ended"
-        return None
-
     def _admit(self, budget: int, work: list[ScheduledSequence]) -> None:
         index = 0  # sequences before it wait for blocks of another sequence, or for a slot
         while index < min(len(self.waiting), MAX_HELD_BACK) and budget:
@@ -309,6 +320,9 @@ class Scheduler:
                 break
             if not self.cache.fits(seq, prefix):
                 break
+            if seq.images is not None and not self._holds_images(seq, prefix):
+                del self.waiting[index]
+                continue
             if not self._take_slot(seq):
                 index += 1
                 continue
@@ -316,8 +330,12 @@ class Scheduler:
             self._start(seq, prefix, num_new)
             if self._config.chunked_prefill:
                 num_new = self.cache.chunk(seq, num_new)
-            work.append(_part(seq, PROMPT, num_new))
+            work.append(ScheduledSequence.of(seq, PROMPT, num_new))
             budget -= num_new
+
+    def _holds_images(self, seq: Sequence, prefix: Prefix | None) -> bool:
+        assert self.images is not None, "a request with images was not refused"
+        return self.images.holds(seq, 0 if prefix is None else prefix.num_tokens)
 
     def _take_slot(self, seq: Sequence) -> bool:
         """Give `seq` the slot of its adapter; return False if it has to wait for one."""
@@ -357,8 +375,10 @@ class Scheduler:
         if seq.row >= 0:
             self.running.remove(seq)
             self._release(seq)
-        else:
+        elif self.images is None or not self.images.drop(seq):
             self.waiting.remove(seq)
+        if seq.images is not None:
+            seq.images.release()
         del self._by_id[seq.request.request_id]
 
     def _release(self, seq: Sequence) -> None:
@@ -366,6 +386,8 @@ class Scheduler:
             self._admitted.remove(seq)
         self.cache.release(seq)
         self.table.remove(seq)
+        if seq.images is not None:
+            seq.images.release()
         if seq.adapter_slot:
             self._slot_users[seq.adapter_slot] -= 1
             seq.adapter_slot = 0
@@ -376,18 +398,3 @@ def _advance(grammar: Grammar | None, token_ids: list[int]) -> str | None:
     if grammar is None:
         return None
     return next(filter(None, map(grammar.advance, token_ids)), None)
-
-
-def _part(seq: Sequence, kind: SequenceKind, num_new: int) -> ScheduledSequence:
-    """Return the part of `seq`, of its present kind, that computes its next `num_new` tokens."""
-    if kind is DECODE:
-        assert seq.decode_part is not None, f"{seq.request.request_id} has no row"
-        return seq.decode_part
-    if kind is PROMPT:
-        last, pooling = num_new == seq.num_remaining, seq.request.pooling
-        if pooling is None:
-            return ScheduledSequence(seq, kind, num_new, int(last))
-        start = seq.num_computed_tokens
-        rows = pooling.hidden_rows(start, start + num_new, last=last)
-        return ScheduledSequence(seq, kind, num_new, 0, hidden_rows=rows, ends_vector=last)
-    return ScheduledSequence(seq, kind, num_new, num_new, seq.draft_token_ids[: num_new - 1])

@@ -8,6 +8,7 @@ from enum import Enum
 import numpy as np
 
 from workers.step.grammar import Grammar
+from workers.step.images import SequenceImages
 from workers.wire.request import EngineRequest, FinishReason
 
 
@@ -48,6 +49,21 @@ class ScheduledSequence:
     hidden_rows: range = range(0)
     ends_vector: bool = False
 
+    @classmethod
+    def of(cls, seq: "Sequence", kind: SequenceKind, num_new: int) -> "ScheduledSequence":
+        """Return the part of `seq`, of its present kind, that computes its next `num_new` tokens."""
+        if kind is DECODE:
+            assert seq.decode_part is not None, f"{seq.request.request_id} has no row"
+            return seq.decode_part
+        if kind is PROMPT:
+            last, pooling = num_new == seq.num_remaining, seq.request.pooling
+            if pooling is None:
+                return cls(seq, kind, num_new, int(last))
+            start = seq.num_computed_tokens
+            rows = pooling.hidden_rows(start, start + num_new, last=last)
+            return cls(seq, kind, num_new, 0, hidden_rows=rows, ends_vector=last)
+        return cls(seq, kind, num_new, num_new, seq.draft_token_ids[: num_new - 1])
+
     @property
     def gives_hidden(self) -> bool:
         """Whether the part adds to the vector of the sequence, or ends it."""
@@ -77,6 +93,7 @@ class Sequence:
     speculates         a drafter reads the last token on the host before the next step
     adapter_slot       slot of its adapter while it has a row; 0: it has none
     finished           the request has ended; outputs of launched steps are dropped
+    images             of its prompt; None: it has none
     """
 
     request: EngineRequest
@@ -99,13 +116,17 @@ class Sequence:
     speculates: bool = False
     adapter_slot: int = 0
     finished: bool = False
+    images: SequenceImages | None = None
 
     @classmethod
     def from_request(cls, request: EngineRequest, max_model_len: int = sys.maxsize) -> "Sequence":
         """Return a sequence without computed tokens: prompt and emitted tokens are known."""
         longest = len(request.prompt_token_ids) + request.params.max_tokens
         known = request.prompt_token_ids + request.emitted_token_ids
-        return cls(request, known, max_num_tokens=min(longest, max_model_len))
+        seq = cls(request, known, max_num_tokens=min(longest, max_model_len))
+        if request.images:
+            seq.images = SequenceImages(request.images, len(request.prompt_token_ids))
+        return seq
 
     @property
     def num_tokens(self) -> int:
@@ -116,6 +137,11 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Output tokens so far."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def rope_delta(self) -> int:
+        """Position of an output token for the rotary embedding, less its place."""
+        return 0 if self.images is None else self.images.delta
 
     @property
     def kind(self) -> SequenceKind:
@@ -155,8 +181,8 @@ class Sequence:
 class InputBatch:
     """Tokens of the running sequences, one row each, so that a batch is gathered without Python loops.
 
-    token_ids int32 [rows, max_model_len]; num_computed_tokens and adapter_slots int64 [rows]. The groups of the KV
-    cache keep what they have of each sequence by its row too.
+    token_ids int32 [rows, max_model_len]; num_computed_tokens, adapter_slots and rope_deltas int64 [rows]. The groups
+    of the KV cache keep what they have of each sequence by its row too. rope_deltas are those of SequenceImages.
 
     In place of a pending token, token_ids holds -1 - row: a forward finds the token on the device by that number. In
     place of draft k of K of a row, it may hold -1 - rows - (row * K + k).
@@ -166,6 +192,7 @@ class InputBatch:
         self.token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
         self.num_computed_tokens = np.zeros(num_rows, dtype=np.int64)
         self.adapter_slots = np.zeros(num_rows, dtype=np.int64)
+        self.rope_deltas = np.zeros(num_rows, dtype=np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
@@ -176,6 +203,7 @@ class InputBatch:
         self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
         self.num_computed_tokens[seq.row] = seq.num_computed_tokens
         self.adapter_slots[seq.row] = seq.adapter_slot
+        self.rope_deltas[seq.row] = seq.rope_delta
 
     def remove(self, seq: Sequence) -> None:
         """Free the row of `seq`."""
