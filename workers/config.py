@@ -94,6 +94,10 @@ class ModelSection(Section):
         "sentence-transformers and of base models, classify or score for *ForSequenceClassification, else generate.",
     )
     pooling: PoolingConfig = Field(default_factory=PoolingConfig)
+    language_model_only: bool = Field(
+        False,
+        description="Leave the vision tower of the checkpoint out: no memory for it, and no images in requests.",
+    )
 
     @property
     def folder(self) -> Path:
@@ -138,6 +142,16 @@ class SchedulerConfig(Section):
     async_scheduling: Auto | bool = Field(
         "auto",
         description="Launch each step before the tokens of the one before are read; auto = on cuda.",
+    )
+    max_image_tokens: Auto | PositiveInt = Field(
+        "auto",
+        description="Most tokens of an image; its vision tower runs once with so many at the start, to measure memory. "
+        "auto = those of the largest image that the checkpoint's processor makes, at most model.max_model_len.",
+    )
+    image_tokens_per_step: PositiveInt = Field(
+        256,
+        description="Tokens of images that the vision tower computes beside a step, and as many again as a rank has "
+        "prompt tokens in it: it takes time from all ranks. While no rank has a step, there is no limit.",
     )
     cuda_graphs: Auto | bool = Field(
         "auto", description="Replay decode steps from CUDA graphs; auto = where the kernels can."
@@ -189,6 +203,11 @@ class CacheConfig(Section):
         "auto",
         description="Prefixes a rank keeps the states of linear attention of; 0 = no prefix caching there; auto = as "
         "memory allows for requests of expected_tokens, 16 where num_blocks is set.",
+    )
+    image_tokens: Auto | PositiveInt = Field(
+        "auto",
+        description="Tokens of images of which a rank keeps the embeddings, for prompts that wait or are computed, and "
+        "for the same image again. auto = 32,768, at most model.max_model_len, at least max_image_tokens.",
     )
     expected_tokens: int = Field(
         4096,

@@ -201,6 +201,8 @@ def _step_to_the_end(epoch: Any, events: list[Event], max_steps: int, result: Ra
         plan = epoch.engine.step()
         result.num_steps += plan.run
         epoch.process.grammars.wait()
+        if epoch.process.images is not None:
+            epoch.process.images.wait()
         # The grammars that a step has seen are compiled by the next one, which may be the first to run.
         if step > last_event and plan.sleeps:
             return

@@ -60,6 +60,8 @@ ORDER = {
         # Plain data: of models, and of steps.
         ("specs",),
         ("step",),
+        # Computes on a thread of its own what sequences wait for.
+        ("images",),
         ("weights",),
         ("kv_cache",),
         ("sampling",),

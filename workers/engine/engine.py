@@ -199,8 +199,7 @@ class Engine:
         schedule_s = scheduled - started - self._commit_s
         plan = self._vote(batch)
         self.moves.act(plan)
-        if self.scheduler.adapters is not None:
-            self.scheduler.adapters.follow(plan)
+        self.scheduler.follow(plan)
         voted = time.perf_counter()
         if plan.run:
             assert batch is not None, "a rank without a batch votes unhealthy"

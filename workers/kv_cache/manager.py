@@ -224,4 +224,7 @@ class KVCacheManager:
             request = seq.request
             parent = seq.block_keys[-1] if done else root_key(request.cache_salt, request.adapter)
             token_ids = seq.token_ids[done * size : num_blocks * size]
-            seq.block_keys += chain_keys(parent, token_ids, size)
+            images = None
+            if seq.images is not None:
+                images = seq.images.contents(done, num_blocks, size)
+            seq.block_keys += chain_keys(parent, token_ids, size, images)

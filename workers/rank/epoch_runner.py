@@ -29,6 +29,7 @@ from workers.rank.warm_up_steps import WarmUpSteps
 from workers.runner.graph_sizes import GraphSizes
 from workers.runner.graph_times import agreed_times
 from workers.runner.model_runner import ModelRunner
+from workers.scheduler.image_queue import ImageQueue
 from workers.scheduler.scheduler import Scheduler
 from workers.speculation.synthetic import acceptance_of
 from workers.step.adapter_slots import AdapterSlots
@@ -60,6 +61,8 @@ class RunnerMaker:
             scheduler.adapters = AdapterSlots(
                 config.lora.max_loras, store.__contains__, store.write
             )
+        if process.images is not None:
+            scheduler.images = ImageQueue(process.images)
         drafts = None
         if self.draft is not None:
             most = config.speculation.num_draft_tokens
