@@ -82,6 +82,32 @@ class OpenRequest:
         """The id of this attempt in its rank."""
         return f"{self.request_id}~{self.attempt}" if self.attempt > 1 else self.request_id
 
+    @property
+    def router_salt(self) -> str:
+        """The salt of the prefixes that the router remembers: adapters share none."""
+        return f"{self.adapter}:{self.cache_salt}" if self.adapter else self.cache_salt
+
+    def prompt_part(self) -> "OpenRequest":
+        """The prompt and its first token as a request of its own."""
+        return OpenRequest(
+            self.request_id,
+            self.prompt_token_ids,
+            replace(self.params, max_tokens=1),
+            self.priority,
+            self.cache_salt,
+            pinned=None,
+            num_tokens=len(self.prompt_token_ids) + 1,
+            whole=True,
+            adapter=self.adapter,
+            session=self.session,
+        )
+
+    def follow(self, part: "OpenRequest", output: RequestOutput) -> None:
+        """Go on behind the output of the prompt part, in a group that has not seen this request."""
+        self.attempt = part.attempt  # a group that computes both sees two ids
+        self.emitted = list(output.token_ids)
+        self.finished = output.finish_reason is not None
+
     def begin_attempt(self) -> None:
         """Count an attempt; `load` is that of the attempt before."""
         self.attempt += 1
@@ -127,7 +153,7 @@ class OpenRequest:
         pick = router.pick(
             self.prompt_token_ids,
             self.num_tokens - len(self.prompt_token_ids),
-            cache_salt=f"{self.adapter}:{self.cache_salt}" if self.adapter else self.cache_salt,
+            cache_salt=self.router_salt,
             pinned=self.pinned,
             groups=groups,
             session=self.session,

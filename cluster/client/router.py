@@ -231,6 +231,14 @@ class Router:
         )
         return Pick(load, prefill, tail)
 
+    def missing(
+        self, prompt_token_ids: Sequence[int], *, cache_salt: str = "", groups: Collection[int]
+    ) -> int:
+        """The prompt tokens that no rank of `groups` holds; those of one rank are counted."""
+        chunks = _chunks(prompt_token_ids, hash(cache_salt))
+        held = max(load.num_held(chunks) for load in self._candidates(groups))
+        return len(prompt_token_ids) - CHUNK * held
+
     def keep(self, load: RankLoad, tail: Tail, answer: Sequence[int]) -> None:
         """Note that a rank holds an answer behind its prompt: the next turn of the session repeats both."""
         if max_chunks := self._max_chunks[load.place[0]]:
