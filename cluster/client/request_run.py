@@ -49,23 +49,56 @@ class RequestRuns:
 
     async def run(self, request: OpenRequest, among: Collection[int]) -> Outputs:
         """The outputs of a request whose answer comes from one of the groups `among`."""
-        first = None
-        if self._prefill_groups(request):
-            first = await self._prefill(request, among)
-        if first is not None:
-            if request.finished:
-                yield first
-                return
-            if not request.whole:
-                yield replace(first, times=None)
+        prompt: RequestOutput | None = None
+        if self._prompt_goes_apart(request, among):
+            async with aclosing(self._prompt(request)) as outputs:
+                async for output in outputs:
+                    prompt = output if prompt is None else merge([prompt, output])
+                    if output.token_ids and not request.whole:
+                        yield output
+        if prompt is not None and prompt.finish_reason is not None:
+            if request.whole or not prompt.token_ids:
+                yield prompt
+            return
+        if prompt is not None:
             among = await self.available()
         async with aclosing(self._on_group(request, among)) as outputs:
             async for output in outputs:
-                if first is not None:
-                    output = replace(output, times=_sum(first.times, output.times))
+                if prompt is not None:
+                    output = replace(output, times=_sum(prompt.times, output.times))
                     if request.whole:
-                        output = merge([first, output])
+                        output = merge([prompt, output])
                 yield output
+
+    async def _prompt(self, request: OpenRequest) -> Outputs:
+        """The outputs of prompt and first token from a prefill group, behind which the request goes on.
+
+        The last one has a finish_reason if the request ends with it. Without any the answering group computes all.
+        """
+        part = request.prompt_part(self.max_model_len())
+        try:
+            async with aclosing(self._on_group(part, self._prefill_groups(request))) as outputs:
+                async for output in outputs:
+                    if part.hands_over and output.finish_reason == "length":
+                        output = replace(output, finish_reason=None)
+                    yield output
+        except EngineDeadError as error:
+            logger.info("request %s: its prompt is computed again: %s", request.request_id, error)
+            self.count("decode after a failed prefill")
+        else:
+            self.count("prefill")
+        request.follow(part)
+
+    def _prompt_goes_apart(self, request: OpenRequest, among: Collection[int]) -> bool:
+        """Whether a prefill group can take a prompt that is long enough, in a pool that has one."""
+        if not self._prefill_groups(request):
+            return False
+        missing = self.router.missing(
+            request.prompt_token_ids, cache_salt=request.router_salt, groups=among
+        )
+        if missing <= LOCAL_TOKENS:
+            self.count("decode")
+        return missing > LOCAL_TOKENS
 
     def _prefill_groups(self, request: OpenRequest) -> list[int]:
         """The prefill groups that can take the prompt of a request now; none for a request that names its rank."""
@@ -76,33 +109,6 @@ class RequestRuns:
             for group in self.groups
             if group.role == "prefill" and group.reachable and group.health.state == "serving"
         ]
-
-    async def _prefill(self, request: OpenRequest, among: Collection[int]) -> RequestOutput | None:
-        """Compute prompt and first token on a prefill group; None if the answering group has to.
-
-        The request is finished if the first token ends it.
-        """
-        missing = self.router.missing(
-            request.prompt_token_ids, cache_salt=request.router_salt, groups=among
-        )
-        if missing <= LOCAL_TOKENS:
-            self.count("decode")
-            return None
-        part = request.prompt_part()
-        try:
-            async with aclosing(self._on_group(part, self._prefill_groups(request))) as outputs:
-                (output,) = [output async for output in outputs]
-        except EngineDeadError as error:
-            logger.info("request %s computes its prompt again: %s", request.request_id, error)
-            self.count("decode after a failed prefill")
-            return None
-        self.count("prefill")
-        longest = min(len(part.prompt_token_ids) + request.params.max_tokens, self.max_model_len())
-        goes_on = output.finish_reason == "length" and len(part.prompt_token_ids) + 1 < longest
-        if goes_on:
-            output = replace(output, finish_reason=None)
-        request.follow(part, output)
-        return output
 
     async def _on_group(self, request: OpenRequest, among: Collection[int]) -> Outputs:
         """The outputs of a request on one of the groups `among`, over all epochs of the group."""

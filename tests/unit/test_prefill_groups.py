@@ -43,18 +43,55 @@ def test_a_prompt_is_computed_apart_and_the_decode_group_goes_on_behind_the_firs
             places = seen(now)
             asked = now.ask("x", priority=3, cache_salt="s")
             rank, prompt = await holder(now, PREFILL, "x")
-            assert prompt.params == replace(PARAMS, max_tokens=1)
+            assert prompt.params == replace(PARAMS, max_tokens=1) and prompt.hands_over
             assert (prompt.priority, prompt.cache_salt) == (3, "s")
             assert not any(rank.requests for rank in now.ranks_of(DECODE))
             await rank.emit("x", 0, 1, finish=True)
             rank, rest = await holder(now, DECODE, "x~2")
             assert now.answers["x"] == [100], "the first token does not wait for the decode group"
             assert rest.params == PARAMS and rest.emitted_token_ids == [100]
+            assert not rest.hands_over
             assert (rest.priority, rest.cache_salt) == (3, "s")
             await rank.emit("x~2", 1, 2, finish=True)
             await asked
             assert now.answers["x"] == [100, 101, 102] and places == ["prefill"]
             assert now.outstanding == now.outstanding_prefill == (0, 0, 0, 0)
+
+    run(scenario())
+
+
+def test_the_first_token_comes_before_the_hand_over_and_the_decode_group_after_it() -> None:
+    async def scenario() -> None:
+        async with scene() as now:
+            asked = now.ask("x")
+            rank, _ = await holder(now, PREFILL, "x")
+            await rank.emit("x", 0, 1)
+            await until(lambda: now.answers["x"] == [100])
+            assert not any(rank.requests for rank in now.ranks_of(DECODE))
+            await rank.send(RequestOutput("x", [], "length"))
+            rank, rest = await holder(now, DECODE, "x~2")
+            assert rest.emitted_token_ids == [100]
+            await rank.emit("x~2", 1, 1, finish=True)
+            await asked
+            assert now.answers["x"] == [100, 101]
+
+    run(scenario())
+
+
+def test_a_prefill_group_that_ends_in_the_middle_of_a_hand_over() -> None:
+    async def scenario() -> None:
+        async with scene() as now:
+            places = seen(now)
+            asked = now.ask("x")
+            rank, _ = await holder(now, PREFILL, "x")
+            await rank.emit("x", 0, 1)
+            await until(lambda: now.answers["x"] == [100])
+            await now.kill(1, PREFILL)
+            rank, rest = await holder(now, DECODE, "x~2")
+            assert rest.emitted_token_ids == [100], "no token is drawn twice"
+            await rank.emit("x~2", 1, 1, finish=True)
+            await asked
+            assert now.answers["x"] == [100, 101] and places == ["decode after a failed prefill"]
 
     run(scenario())
 
@@ -68,7 +105,8 @@ def test_a_request_that_its_first_token_ends_sees_no_decode_group() -> None:
             await asked
             outputs = now.client.generate("y", [1, 2, 9], replace(PARAMS, max_tokens=1))
             short = asyncio.ensure_future(anext(outputs))
-            rank, _ = await holder(now, PREFILL, "y")
+            rank, only = await holder(now, PREFILL, "y")
+            assert not only.hands_over
             await rank.emit("y", 0, 1, finish=True)
             assert (await short).finish_reason == "length"
             await outputs.aclose()
@@ -105,11 +143,11 @@ def test_while_the_prefill_group_rebuilds_the_decode_group_computes_prompts() ->
             await holder(now, PREFILL, "x")
             now.ranks_of(PREFILL)[0].hang.add("leave_epoch")
             await now.kill(1, PREFILL)
-            rank, whole = await holder(now, DECODE, "x")
+            rank, whole = await holder(now, DECODE, "x~2")
             assert whole.emitted_token_ids == [] and whole.params == PARAMS
             new = now.ask("y")
             other, _ = await holder(now, DECODE, "y")
-            await rank.emit("x", 0, 1, finish=True)
+            await rank.emit("x~2", 0, 1, finish=True)
             await other.emit("y", 0, 1, finish=True)
             await asyncio.gather(begun, new)
             assert places == ["decode after a failed prefill"]
