@@ -34,7 +34,7 @@ the same rank without a message, and ranks that come or go move few sessions.
 
 import hashlib
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -154,8 +154,10 @@ class Router:
         self._groups: list[list[RankLoad]] = [[] for _ in group_sizes]
         self._max_chunks = [0] * len(group_sizes)
         self._num_replicas = num_replicas
-        self._next = start
         self._lead = lead
+        self._next = defaultdict[frozenset[int], int](
+            lambda: start
+        )  # rank, by the groups to choose from
         for group, size in enumerate(group_sizes):
             self.resize(group, size, cache_tokens)
 
@@ -231,6 +233,14 @@ class Router:
         )
         return Pick(load, prefill, tail)
 
+    def missing(
+        self, prompt_token_ids: Sequence[int], *, cache_salt: str = "", groups: Collection[int]
+    ) -> int:
+        """The prompt tokens that no rank of `groups` holds; those of one rank are counted."""
+        chunks = _chunks(prompt_token_ids, hash(cache_salt))
+        held = max(load.num_held(chunks) for load in self._candidates(frozenset(groups)))
+        return len(prompt_token_ids) - CHUNK * held
+
     def keep(self, load: RankLoad, tail: Tail, answer: Sequence[int]) -> None:
         """Note that a rank holds an answer behind its prompt: the next turn of the session repeats both."""
         if max_chunks := self._max_chunks[load.place[0]]:
@@ -249,7 +259,8 @@ class Router:
         session: str,
     ) -> RankLoad:
         lead = self._lead * num_tokens * CHUNK / prompt_len if chunks else 0.0  # of a chunk
-        loads = self._candidates(groups)
+        among = frozenset(range(len(self._groups)) if groups is None else groups)
+        loads = self._candidates(among)
         held = [load.num_held(chunks) for load in loads]
         if session and chunks and self._num_replicas > 1 and min(held) == max(held):
             held[_home(session, [load.place for load in loads])] = len(chunks)
@@ -262,16 +273,15 @@ class Router:
             for load, count in zip(loads, held, strict=True)
         ]
         best = loads[costs.index(min(costs))]  # the first of equals
-        self._next = (self.number(best.place) + 1) % self.num_ranks
+        self._next[among] = self.number(best.place) + 1
         return best
 
-    def _candidates(self, groups: Collection[int] | None) -> list[RankLoad]:
+    def _candidates(self, groups: frozenset[int]) -> list[RankLoad]:
         """The ranks of `groups` that can be reached, or all of them if none can, from the next in turn."""
-        among = range(len(self._groups)) if groups is None else groups
         loads = self.loads
-        turns = loads[self._next % len(loads) :] + loads[: self._next % len(loads)]
-        found = [load for load in turns if load.place[0] in among]
-        assert found, f"no rank in groups {groups}"
+        start = self._next[groups] % len(loads)
+        found = [load for load in (*loads[start:], *loads[:start]) if load.place[0] in groups]
+        assert found, f"no rank in groups {set(groups)}"
         return [load for load in found if load.reachable] or found
 
 

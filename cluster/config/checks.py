@@ -11,6 +11,7 @@ from cluster.config.api_keys import ApiKeyError, read_keys_file
 from cluster.config.chat_template import ChatTemplateError, read_chat_template
 from cluster.config.check_experts import check_experts
 from cluster.config.check_lora import check_lora
+from cluster.config.check_pool import check_pool
 from cluster.config.check_speculation import check_speculation
 from cluster.config.errors import Problem
 from cluster.config.phalanx_config import PhalanxConfig, SchedulerSection
@@ -35,6 +36,7 @@ def check_together(config: PhalanxConfig) -> list[Problem]:
     problems += check_speculation(config, model)
     problems += check_experts(config, model)
     problems += check_lora(config)
+    problems += check_pool(config, model)
     problems += _check_serve(config)
     return problems
 
