@@ -40,6 +40,7 @@ ATTENTION = {
 }
 LINEAR_ATTENTION = {
     "triton": "kernels.linear_attention.triton_delta.TritonLinearAttention",
+    "flashinfer": "kernels.linear_attention.flashinfer_delta.FlashInferLinearAttention",
     "native": "kernels.linear_attention.native.NativeLinearAttention",
     "torch": "kernels.linear_attention.torch_chunked.TorchLinearAttention",
 }

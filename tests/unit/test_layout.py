@@ -30,6 +30,7 @@ ALLOWED = {
         "kernels/attention/flashinfer_fp8.py",
         "kernels/attention/flashinfer_mla.py",
         "kernels/attention/flashinfer_modules.py",
+        "kernels/linear_attention/flashinfer_delta.py",
     ),
     "triton": ("kernels/triton",),
 }
