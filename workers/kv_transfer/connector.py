@@ -12,10 +12,12 @@ end.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from workers.kv_transfer.contents import CacheContents
 from workers.wire.request import EngineRequest
+
+if TYPE_CHECKING:  # which imports torch
+    from workers.kv_transfer.contents import CacheContents
 
 
 class Item(NamedTuple):
@@ -69,16 +71,18 @@ class KVConnector(ABC):
     names, and is counted and logged by the connector; it never reaches the caller as an exception.
 
     place      the connector's name in metrics
+    saves      whether contents are saved there; otherwise they come from elsewhere
     on_ended   called from any thread when `ended` has something to return
     """
 
     place: ClassVar[str]
+    saves: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.on_ended: Callable[[], None] = lambda: None
 
     @abstractmethod
-    def bind(self, contents: CacheContents) -> None:
+    def bind(self, contents: "CacheContents") -> None:
         """Move contents of these caches from now on."""
 
     @abstractmethod
@@ -87,7 +91,7 @@ class KVConnector(ABC):
 
     @abstractmethod
     def found(self, request: EngineRequest, keys: list[bytes]) -> Container[bytes]:
-        """Return the names that `load` can probably provide, to be asked for names of these keys alone.
+        """Return the names that `load` can probably provide, among the names of these keys.
 
         keys   of the full blocks of a sequence of `request`, the first one first
         """

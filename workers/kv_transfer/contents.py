@@ -1,4 +1,4 @@
-"""The contents of KV blocks and of states as rows of bytes, and the digest that says where a row may be used.
+"""The contents of KV blocks and of states as rows of bytes, and the digest of all that a row depends on.
 
 A row of a block has the bytes of the block in every cache, in the order of the caches. A row of a state has the bytes
 of a slot in every pool. A check value of a row finds damaged, torn and mixed-up bytes, wherever the row went meanwhile.
@@ -20,9 +20,8 @@ from kernels.interface.kv_layout import KVGroup
 from kernels.linear_attention.base import LinearStates
 
 ROW_ALIGN = 64  # bytes; a whole number of words, and of lines of a processor's cache
-CHECK_WORDS = (
-    2**20
-)  # words of a row whose check is computed at once, so that temporary memory is bounded
+CHECK_WORDS = 2**20
+"""Words of a row that are checked at once, so that temporary memory is bounded."""
 _ODD = 0x1E3779B97F4A7C15  # 2^61 divided by the golden ratio, odd
 _FORMAT = 1  # of rows and check values; another one makes kept rows useless
 
@@ -41,12 +40,17 @@ class Rows:
         self.row_bytes = -(-(self._ends[-1] if sizes else 0) // ROW_ALIGN) * ROW_ALIGN
         self._kernel = _kernel_of(self.pieces)
 
+    def pad_to(self, unit_bytes: int) -> None:
+        """Make rows a whole number of units long."""
+        self.row_bytes = -(-self.row_bytes // unit_bytes) * unit_bytes
+
     def pack(self, places: Sequence[int], rows_NB: torch.Tensor) -> None:
         """Copy the contents of `places` to the rows uint8 [N, row_bytes], on the caches' device and current stream.
 
-        Bytes behind the last piece are not written.
+        Bytes behind the last piece become zero.
         """
         places_N = self._on_device(places)
+        rows_NB[:, self._ends[-1] :] = 0
         if self._kernel is not None:
             self._kernel(places_N, rows_NB, to_rows=True)
             return
@@ -135,8 +139,8 @@ def compatibility_of(facts: Mapping[str, object]) -> bytes:
 def check_values(rows_NB: torch.Tensor) -> torch.Tensor:
     """Return int64 [N], on the rows' device: a sum of each row's words, each with an odd factor of its place, mod 2^64.
 
-    A change of one word always changes the sum; other changes do with all probability but 2^-64, where nobody
-    constructs them. Padding counts, so it must be equal when the row is checked: both sides keep it zero.
+    A change of one word always changes the sum, another accidental change does with all probability but 2^-64.
+    Padding counts, so it must be equal when the row is checked: both sides keep it zero.
     """
     words_NW = rows_NB.view(torch.int64)
     found_N = torch.full((len(words_NW),), _ODD, dtype=torch.int64, device=rows_NB.device)
