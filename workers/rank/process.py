@@ -42,6 +42,7 @@ from workers.rank.backend_choice import (
 )
 from workers.rank.device_memory import memory_for
 from workers.rank.draft_model import DraftChoice, DraftHead, EpochDraft, with_attention
+from workers.rank.kv_places import KVPlaces
 from workers.rank.rank_adapters import load_adapters
 from workers.rank.rank_experts import RankExperts, take_place
 from workers.rank.rank_images import make_encoder
@@ -80,6 +81,7 @@ class RankProcess:
     images       computes the embeddings of images; None: the model takes none
     experts      where the experts are
     caches       KV blocks and states with their contents
+    kv_places    where their contents move to and from
     warm         every kernel that a step may need has been compiled here
     overlap      the ubatch policy, which the first epoch tunes
     pace         the times of steps
@@ -107,10 +109,10 @@ class RankProcess:
         self.draft_model: DraftHead | None = None
         self.adapters: AdapterStore | None = None
         self.images: ImageEncoder | None = None
-        window = self.model_config.window
         drafting = () if self.draft is None else self.draft.kv_groups
-        place = self.selection, self.shape, window, self.device
+        place = self.selection, self.shape, self.model_config.window, self.device
         self.caches = CacheMemory(config, *place, draft_groups=drafting)
+        self.kv_places = KVPlaces()
         self.warm = False
         self.pace = Pace()
         self.step_seconds: StepSeconds | None = None  # measured where steps verify drafts in graphs
@@ -387,7 +389,7 @@ class RankProcess:
 
     def close(self) -> None:
         """Close the open epoch, stop the threads, and release weights and KV memory."""
-        for part in (self.epoch, self.grammars):
+        for part in (self.epoch, self.grammars, self.kv_places):
             if part is not None:
                 part.close()
         self._drop_model()

@@ -30,7 +30,7 @@ from workers.scheduler.image_queue import ImageQueue
 from workers.scheduler.refusals import refusal_of
 from workers.speculation.speculator import Speculator
 from workers.step.adapter_slots import AdapterSlots
-from workers.step.grammar import Grammar
+from workers.step.grammar import Grammar, advance_all
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.sequence import (
     DECODE,
@@ -77,7 +77,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence runs or waits for its turn; one that waits for its images does neither."""
+        """Whether a sequence runs or waits for its turn; one that waits for its images or for a load does neither."""
         return bool(self.running or self.waiting)
 
     def add(self, request: EngineRequest, grammar: Grammar | None = None) -> str | None:
@@ -86,13 +86,13 @@ class Scheduler:
         `grammar` is fresh: the emitted tokens of the request advance it here.
         """
         limits = self.cache, self._max_model_len, self.adapters, self.images
-        error = refusal_of(request, *limits) or _advance(grammar, request.emitted_token_ids)
+        error = refusal_of(request, *limits) or advance_all(grammar, request.emitted_token_ids)
         if error is None:
             seq = Sequence.from_request(request, self._max_model_len)
             seq.grammar = grammar
             seq.order = (request.priority, next(self._arrivals))
             self._by_id[request.request_id] = seq
-            if seq.images is None or self._holds_images(seq, self.cache.lookup(seq)):
+            if self._holds_images(seq, self.cache.lookup(seq)):
                 insort(self.waiting, seq, key=_by_order)
         return error
 
@@ -162,6 +162,7 @@ class Scheduler:
         """
         budget = self._config.max_num_batched_tokens
         self._adapter_users.begin_step()
+        self.settle()
         if self.speculator is not None:
             self._draft(self.speculator, budget)
         prompts = prefill_cap if prefill_cap and self._config.chunked_prefill else budget
@@ -199,6 +200,11 @@ class Scheduler:
         if not preempted:
             self._admit(min(budget, prompts), work)
         return ScheduledBatch.of(work, self._admitted, self.cache.copies)
+
+    def settle(self, *, idle: bool = False) -> None:
+        """Let sequences wait for their turn again when their loads have ended; `idle` as in KVCacheManager.settle."""
+        for seq in self.cache.settle(idle=idle):
+            insort(self.waiting, seq, key=_by_order)
 
     def launched(self, batch: ScheduledBatch) -> None:
         """Enter the launch of `batch`; `commit` follows for all launched batches in their order."""
@@ -240,6 +246,7 @@ class Scheduler:
                 verified = count - 1, len(part.draft_token_ids)
                 self.speculator.committed(seq, drafts_of(index), verified)
         self.table.committed(batch.seqs, token_ids, step.counts)
+        self.cache.committed()
         return step.attach(outputs)
 
     def check_integrity(self) -> None:
@@ -317,7 +324,10 @@ class Scheduler:
             # A preempted sequence needs all its tokens to be known.
             prefix = None if seq.num_pending else self.cache.lookup(seq)
             if prefix is None:
-                index += 1
+                if self.cache.park(seq):
+                    del self.waiting[index]
+                else:
+                    index += 1
                 continue
             num_remaining = seq.num_tokens - prefix.num_tokens
             num_new = min(num_remaining, budget)
@@ -325,7 +335,7 @@ class Scheduler:
                 break
             if not self.cache.fits(seq, prefix):
                 break
-            if seq.images is not None and not self._holds_images(seq, prefix):
+            if self.cache.begin_load(seq, prefix) or not self._holds_images(seq, prefix):
                 del self.waiting[index]
                 continue
             if not self._adapter_users.take(seq, self.adapters):
@@ -339,6 +349,9 @@ class Scheduler:
             budget -= num_new
 
     def _holds_images(self, seq: Sequence, prefix: Prefix | None) -> bool:
+        """Return whether `seq` has the embeddings that it needs behind its prefix; else it waits for them."""
+        if seq.images is None:
+            return True
         assert self.images is not None, "a request with images was not refused"
         return self.images.holds(seq, 0 if prefix is None else prefix.num_tokens)
 
@@ -366,8 +379,10 @@ class Scheduler:
         if seq.row >= 0:
             self.running.remove(seq)
             self._release(seq)
-        elif self.images is None or not self.images.drop(seq):
+        elif seq in self.waiting:
             self.waiting.remove(seq)
+        elif self.images is not None:  # otherwise it waits for a load, which ends without it
+            self.images.drop(seq)
         if seq.images is not None:
             seq.images.release()
         del self._by_id[seq.request.request_id]
@@ -380,10 +395,3 @@ class Scheduler:
         if seq.images is not None:
             seq.images.release()
         self._adapter_users.leave(seq)
-
-
-def _advance(grammar: Grammar | None, token_ids: list[int]) -> str | None:
-    """Advance `grammar` by `token_ids`; return its error, or None."""
-    if grammar is None:
-        return None
-    return next(filter(None, map(grammar.advance, token_ids)), None)
