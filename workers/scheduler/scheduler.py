@@ -226,7 +226,7 @@ class Scheduler:
         """Enter the output of a launched step. Sequences that have finished or were aborted get no output."""
         outputs: list[RequestOutput | None] = []
         token_ids, end = step.token_ids, 0
-        drafts_of = (step.drafts or {}).get
+        drafts_of, all_drawn = (step.drafts or {}).get, min(token_ids, default=0) >= 0
         for index, (part, count) in enumerate(zip(batch.parts, step.counts, strict=True)):
             seq, start, end = part.seq, end, end + count
             seq.num_pending -= part.num_logits
@@ -241,7 +241,8 @@ class Scheduler:
                 assert step.vectors is not None, "the step has a vector to end"
                 outputs.append(self._end_with_vector(seq, step.vectors[index]))
                 continue
-            outputs.append(self._append(part, token_ids[start:end]) if count else None)
+            goes_on = all_drawn and seq.goes_on_behind(token_ids[start:end])
+            outputs.append(self._append(part, token_ids[start:end], goes_on) if count else None)
             if self.speculator is not None and count and not seq.finished:
                 verified = count - 1, len(part.draft_token_ids)
                 self.speculator.committed(seq, drafts_of(index), verified)
@@ -263,13 +264,12 @@ class Scheduler:
         for seq, drafts in speculator.drafts(seqs, len(decodes), free) if free > 0 else ():
             self.table.propose(seq, drafts)
 
-    def _append(self, part: ScheduledSequence, drawn: list[int]) -> RequestOutput:
-        """Append the tokens up to the first that ends the sequence of `part`."""
+    def _append(self, part: ScheduledSequence, drawn: list[int], goes_on: bool) -> RequestOutput:
+        """Append the tokens up to the first that ends the sequence of `part`; goes_on: none of them does."""
         seq, num_drafts = part.seq, len(part.draft_token_ids)
         drafts = (len(drawn) - 1, num_drafts - len(drawn) + 1) if num_drafts else None
         request_id, known = seq.request.request_id, len(seq.token_ids)
         finish_reason = None
-        goes_on = seq.goes_on_behind(drawn)
         if goes_on:
             seq.token_ids += drawn
         for token_id in () if goes_on else drawn:

@@ -178,12 +178,11 @@ class Sequence:
         return ScheduledSequence(self, kind, num_new, 0, hidden_rows=rows, ends_vector=last)
 
     def goes_on_behind(self, token_ids: list[int]) -> bool:
-        """Return whether none of these next tokens can be the last one, and all are tokens; False with a grammar."""
+        """Return whether none of these next tokens can be the last one; False with a grammar."""
         return (
             self.grammar is None
             and len(self.token_ids) + len(token_ids) < self.max_num_tokens
             and self.request.params.stop_token_ids.isdisjoint(token_ids)
-            and min(token_ids) >= 0
         )
 
     def finish_reason(self) -> FinishReason | None:
