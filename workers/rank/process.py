@@ -107,6 +107,7 @@ class RankProcess:
         self.draft_model: DraftHead | None = None
         self.adapters: AdapterStore | None = None
         self.images: ImageEncoder | None = None
+        self.image_bytes = 0  # of the largest call of the vision tower, and of the outputs that are kept
         window = self.model_config.window
         drafting = () if self.draft is None else self.draft.kv_groups
         place = self.selection, self.shape, window, self.device
