@@ -209,9 +209,9 @@ class Epoch:
         """
         if self._peers.warm:
             return
-        max_tokens = self.process.config.scheduler.max_num_batched_tokens
-        sizes = warm_up_sizes(max_tokens, dense=self.backends.grouped_gemm.compiles_by_rows)
-        steps, total = self.make.warm_up_steps(), len(sizes) + 2
+        self.make.run_largest_image()
+        steps, dense = self.make.warm_up_steps(), self.backends.grouped_gemm.compiles_by_rows
+        total = 2 + len(sizes := warm_up_sizes(steps.limits.max_num_batched_tokens, dense=dense))
         report_progress = progress or (lambda done, total: None)
         dummy = DummyAttention(self.backends.attention)
         self.ubatches.bind_states(self.process.state_pools())

@@ -109,12 +109,12 @@ class RankProcess:
         self.draft_model: DraftHead | None = None
         self.adapters: AdapterStore | None = None
         self.images: ImageEncoder | None = None
+        self.image_bytes = 0  # of the largest call of the vision tower, and of the outputs that are kept
         drafting = () if self.draft is None else self.draft.kv_groups
         place = self.selection, self.shape, self.model_config.window, self.device
         self.caches = CacheMemory(config, *place, draft_groups=drafting)
         self.kv_places = KVPlaces()
-        self.warm = False
-        self.pace = Pace()
+        self.warm, self.pace = False, Pace()
         self.step_seconds: StepSeconds | None = None  # measured where steps verify drafts in graphs
         self.prefill_cap = PrefillCap.of(config.scheduler, config.cache.block_size)
         self.epoch: ClosableEpoch | None = None
