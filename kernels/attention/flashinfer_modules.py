@@ -128,13 +128,13 @@ def seal_modules(cache: Path) -> int:
 def modules(dtype: torch.dtype, head_dim: int) -> tuple[Wanted, ...]:
     """Return what `FlashInferAttention` of this dtype and head dim loads on this machine's GPU.
 
-    Decodes run without a mask, because a row sees all of its sequence.
+    Decodes run without a mask, because a row sees all of its sequence. Decodes with drafts in graphs have several rows.
     """
     from flashinfer.jit.attention import gen_batch_prefill_module
 
     types = (dtype, dtype, dtype, torch.int32, head_dim, head_dim)
     no_options = (0, False, False, False)  # position encoding, window, soft cap, 16-bit sums
-    masks = {"fa2": (NONE,), "fa3": (CAUSAL,)} if on_hopper() else {"fa2": (NONE, CAUSAL)}
+    masks = {"fa2": (NONE, CAUSAL)} | ({"fa3": (CAUSAL,)} if on_hopper() else {})
     return tuple(
         Wanted(gen_batch_prefill_module(backend, *types, *no_options), of_backend)
         for backend, of_backend in masks.items()

@@ -273,9 +273,10 @@ def _lora_of_experts(at: Inputs) -> None:
 
     new: dict[str, Any] = {"dtype": torch.bfloat16, "device": at.device}
     a_SeQK, b_SeNr = torch.zeros(2, 2, 32, WIDTH, **new), torch.zeros(2, 2, 2 * WIDTH, 16, **new)
-    h_ZRQ = lora_shrink(at.rows(WIDTH), a_SeQK, at.slice(), 16, at.slice())
+    experts = at.slice(), torch.zeros(2, dtype=torch.int32, device=at.device)
+    h_ZRQ = lora_shrink(at.rows(WIDTH), a_SeQK, at.slice(), 16, experts)
     tiles = torch.zeros(2, 3, dtype=torch.int32, device=at.device)
-    lora_expand(at.rows(2 * WIDTH), h_ZRQ, b_SeNr, at.slice(), tiles, at.slice())
+    lora_expand(at.rows(2 * WIDTH), h_ZRQ, b_SeNr, at.slice(), tiles, experts)
 
 
 CASES: dict[str, Callable[[Inputs], None]] = {
