@@ -105,8 +105,12 @@ def time_latents(
 
     dims = spec.mla
     assert dims is not None
-    forms = [latent_decode.LatentForm(*it) for it in ((64, 8), (64, 4), (32, 4), (64, 4, 16))]
-    variants = [Variant(it, 1, latent_decode.head_parts(spec.num_heads, it)) for it in forms]
+    forms = {(64, 8): 1, (32, 8): 1, (16, 4): 2, (64, 8, 16): 1, (32, 4, 16): 2}
+    variants = [
+        Variant(form, programs, latent_decode.head_parts(spec.num_heads, form))
+        for values, programs in forms.items()
+        for form in [latent_decode.LatentForm(*values)]
+    ]
     caches = [latent_parts(random_cache(spec, rows, keys), spec, BLOCK_SIZE) for _ in range(LAYERS)]
     q = torch.randn(spec.num_heads, rows, dims.rank, device="cuda", dtype=torch.bfloat16)
     rope = torch.randn(rows, spec.num_heads, dims.rope_dim, device="cuda", dtype=torch.bfloat16)

@@ -110,14 +110,14 @@ def _handover(at: Inputs) -> None:
     """Gates, states and tails of prompts around a library's kernel."""
     from kernels.triton.delta_handover import read_states, store_tails, token_gates, write_states
 
-    whole = torch.zeros(at.offset + at.size, 3 * HEADS, dtype=torch.bfloat16, device=at.device)
-    a, b, mixed = whole[at.offset :].split(HEADS, 1)
+    whole = torch.zeros(at.offset + at.size, 72, dtype=torch.bfloat16, device=at.device)
+    mixed, a, b = whole[at.offset :].split([64, HEADS, HEADS], 1)
     gates = torch.zeros(HEADS, device=at.device)
     token_gates(a, b, gates, gates)
     pool = torch.zeros(2, HEADS, HEAD_DIM, HEAD_DIM, device=at.device)
     write_states(pool, at.slice(), read_states(pool, at.slice()))
     starts = torch.zeros(at.size + 1, dtype=torch.int64, device=at.device)
-    store_tails(mixed, starts, at.slice(), mixed.new_zeros(2, 3, HEADS))
+    store_tails(mixed, starts, at.slice(), mixed.new_zeros(2, 3, 64))
 
 
 def _route(at: Inputs, *, on_device: bool) -> None:
