@@ -17,6 +17,7 @@ from rich.table import Table
 from cluster.api.tracing import check_tracing
 from cluster.commands.check_adapters import check_adapters
 from cluster.commands.check_backends import alternatives, probe_or_assume
+from cluster.commands.check_host_memory import SessionBytes, tier_lines, too_little_memory
 from cluster.commands.check_memory import RankRow, rank_rows, too_little_on_gpu
 from cluster.commands.check_room import refuse_too_large
 from cluster.commands.check_steps import (
@@ -62,6 +63,7 @@ class CheckReport:
     ranks: list[RankRow]
     backends: dict[str, dict[str, str]]
     steps: dict[str, str]
+    tiers: dict[str, str]
     alternatives: dict[str, dict[str, str]]
     assumed: str
     warnings: list[str]
@@ -105,6 +107,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
     if rank_config.device == "cuda":
         refuse_too_large(rank_config, model, selection, unavailable, shape, config.kernels)
     reasons = selection.reasons()
+    session = SessionBytes.of(rank_config, model, selection, shape)
     return CheckReport(
         config=_resolved_tree(config, rank_config),
         checkpoint=_checkpoint(config.model),
@@ -119,12 +122,14 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
             **overlap,
             "speculation": speculation_line(rank_config, model),
         },
+        tiers=tier_lines(rank_config, session),
         alternatives=alternatives(selection, unavailable, shape),
         assumed=assumed,
         warnings=[
             *slow_attention(config.kernels, selection, unavailable, shape),
             *four_bits_are_widened(model, selection, unavailable, shape),
             *_warnings(config, rank_config, model, selection, ranks, num_api_keys),
+            *too_little_memory(rank_config, session, available_memory()),
         ],
     )
 
@@ -250,6 +255,10 @@ def render(report: CheckReport, console: Console) -> None:
     console.print("steps", style="bold")
     for name, outcome in report.steps.items():
         console.print(f"  {name:<18}{outcome}")
+    if report.tiers:
+        console.print("KV outside the devices", style="bold")
+        for name, outcome in report.tiers.items():
+            console.print(f"  {name:<18}{outcome}")
     if report.assumed:
         console.print(f"assumed: {report.assumed}")
     for warning in report.warnings:

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from cluster.commands.check_host_memory import SessionBytes, buffer_bytes
 from kernels.backends.memory import backend_memory
 from kernels.backends.select import Selection
 from kernels.interface.backend import BackendShape
@@ -87,6 +88,8 @@ def rank_rows(
     groups += () if draft is None else draft.kv_groups(config.cache)
     block_bytes = kv_block_bytes(groups, config.cache.block_size, value_bytes)
     state_bytes = _state_bytes(config, selection, shape)
+    session = SessionBytes.of(config, model, selection, shape)
+    copies = buffer_bytes(config, session.block, session.state)
     weight_bytes = partial(
         rank_weight_bytes,
         expert_map=expert_map,
@@ -108,6 +111,7 @@ def rank_rows(
             kv_bytes=None,
             buffer_bytes=held.kept
             + step
+            + copies
             + _spare_bytes(config, model, expert_map, rank, weight_bytes),
             ubatch_bytes=held.ubatches,
             graph_bytes=graph_bytes,

@@ -60,6 +60,17 @@ def _latents(at: Inputs) -> None:
     merge_attention(rows, lse, rows.clone(), lse.clone())
 
 
+def _copy_pieces(at: Inputs) -> None:
+    """There and back, of words of 8 bytes, as released models have them."""
+    from kernels.triton.copy_pieces import PieceTable, copy_pieces
+
+    pieces = [at.rows(2048).new_zeros(4, 4096, dtype=torch.uint8) for _ in range(3)]
+    table, places = PieceTable.of(pieces), torch.zeros(at.size, dtype=torch.int64)
+    rows = at.rows(1)[:0].new_zeros(at.size, 3 * 4096 + 64 * at.offset, dtype=torch.uint8)
+    for to_rows in (True, False):
+        copy_pieces(table, places.to(at.device), rows, to_rows=to_rows)
+
+
 def _norm(at: Inputs) -> None:
     from kernels.triton.norm import add_rms_norm, add_rms_norm_fp8
 
@@ -290,6 +301,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "norm_rotate_store_fp8": partial(norm_rotate_store, norm=True, rotary_dim=HEAD_DIM, fp8=True),
     "rotate_store": partial(norm_rotate_store, norm=False, rotary_dim=HEAD_DIM),
     "rotate_part_store": partial(norm_rotate_store, norm=False, rotary_dim=HEAD_DIM // 2),
+    "copy_pieces": _copy_pieces,
     "latents": _latents,
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
