@@ -43,6 +43,17 @@ from tests.triton.launch_inputs import (
 from tests.triton.symm_ranks import build_ranks
 
 
+def _copy_pieces(at: Inputs) -> None:
+    """There and back, of words of 8 bytes, as released models have them."""
+    from kernels.triton.copy_pieces import PieceTable, copy_pieces
+
+    pieces = [at.rows(2048).new_zeros(4, 4096, dtype=torch.uint8) for _ in range(3)]
+    table, places = PieceTable.of(pieces), torch.zeros(at.size, dtype=torch.int64)
+    rows = at.rows(1)[:0].new_zeros(at.size, 3 * 4096 + 64 * at.offset, dtype=torch.uint8)
+    for to_rows in (True, False):
+        copy_pieces(table, places.to(at.device), rows, to_rows=to_rows)
+
+
 def _norm(at: Inputs) -> None:
     from kernels.triton.norm import add_rms_norm, add_rms_norm_fp8
 
@@ -292,6 +303,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "latents_fp8": partial(latents, fp8=True),
     "latent_decodes": partial(latent_decodes, cut=False),
     "latent_decodes_in_chunks": partial(latent_decodes, cut=True),
+    "copy_pieces": _copy_pieces,
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
     "linear_attention_of_drafts": partial(_linear_attention, prompts=False, drafts=2),
