@@ -103,6 +103,14 @@ def quantise_groups(x_NK: torch.Tensor) -> Fp8Rows:
     return Fp8Rows(values, scale.squeeze(2).t().contiguous().t())
 
 
+def widen_rows(rows: Fp8Rows) -> torch.Tensor:
+    """Return bfloat16 [N, K] of rows with scales of any strides, in one buffer: the scales are rounded to bfloat16."""
+    wide_NK = rows.values.to(torch.bfloat16)
+    groups = wide_NK.view(len(wide_NK), -1, BLOCK)
+    groups.mul_(rows.scales.to(torch.bfloat16).unsqueeze(2))
+    return wide_NK
+
+
 def dequantise(values_NK: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return float32 [N, K] of e4m3 values and scales of any floating dtype.
 

@@ -36,11 +36,11 @@ from scripts.bench.results import (
     write,
 )
 from scripts.bench.speculation_host import measure_host, tables
-from workers.config import SpeculationConfig
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.speculation.speculator import make_speculator
+from workers.speculation_config import SpeculationConfig
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 
 FUNCTIONS = (

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_speculation import sequence
-from workers.config import SpeculationConfig
 from workers.speculation.depth import choose_passes, least_share
 from workers.speculation.speculator import PATIENCE, PROBE_EVERY, make_speculator
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize
+from workers.speculation_config import SpeculationConfig
 from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
 

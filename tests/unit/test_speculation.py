@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.distributed.engine_harness import make_request
-from workers.config import SpeculationConfig
 from workers.speculation.depth import Acceptance, choose_depths
 from workers.speculation.ngram import NGRAM, NGramDrafter
 from workers.speculation.speculator import (
@@ -14,6 +13,7 @@ from workers.speculation.speculator import (
     make_speculator,
 )
 from workers.speculation.step_times import DraftCosts, StepSize, StepTimes
+from workers.speculation_config import SpeculationConfig
 from workers.step.sequence import Sequence
 
 

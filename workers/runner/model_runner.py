@@ -21,6 +21,7 @@ from workers.runner.draft_graphs import TargetStates
 from workers.runner.draft_passes import DraftPasses
 from workers.runner.draft_store import DraftStore
 from workers.runner.graph_sizes import GraphKey, GraphSizes
+from workers.runner.image_rows import ImageRows
 from workers.runner.ran import Forwarded, Ran, StepDraft
 from workers.runner.row_logits import batch_logits, prompt_logits
 from workers.sampling.grammar_bitmask import GrammarBitmasks, PendingBitmask
@@ -70,16 +71,14 @@ class ModelRunner:
     ):
         self.model = model
         self.drafts, self._acceptance = drafts, acceptance
-        self.ubatches = ubatches
-        self.asynchronous = asynchronous
+        self.ubatches, self.asynchronous = ubatches, asynchronous
         self._backends = backends
         self._max_num_seqs, self._max_blocks = max_num_seqs, cache.max_blocks
         self.graphs: StepGraphs | None = None
         self._attention = backends.attention
         self._linear_attention = backends.linear_attention
         self._expert_load = backends.expert_load
-        self._rank = rank
-        self._device = device
+        self._rank, self._device = rank, device
         self._sampler = Sampler(table, max_num_seqs, model.config.vocab_size, device)
         self._prompt_logprobs = PromptLogprobs()
         self._pooling = PoolingHead(model)
@@ -106,6 +105,7 @@ class ModelRunner:
             max_num_seqs,
             device,
             adapters=adapters,
+            images=ImageRows.of(model, max_num_tokens),
             last_tokens=self._last_tokens,
         )
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from workers.config import SpeculationConfig
 from workers.speculation.depth import (
     DECAY_OF_ALL,
     Acceptance,
@@ -21,6 +20,7 @@ from workers.speculation.model_drafter import ModelDrafter
 from workers.speculation.ngram import NGramDrafter
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize
 from workers.speculation.synthetic import SyntheticGuesses
+from workers.speculation_config import SpeculationConfig
 from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
 

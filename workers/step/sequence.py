@@ -8,6 +8,7 @@ from enum import Enum
 import numpy as np
 
 from workers.step.grammar import Grammar
+from workers.step.images import SequenceImages
 from workers.wire.request import EngineRequest, FinishReason
 
 
@@ -76,7 +77,9 @@ class Sequence:
     needs_last_token   its logits processors or its grammar read the last token on the host
     speculates         a drafter reads the last token on the host before the next step
     adapter_slot       slot of its adapter while it has a row; 0: it has none
+    load_tried         preemptions + 1 at its last attempt to load a prefix from outside the device; 0: none
     finished           the request has ended; outputs of launched steps are dropped
+    images             of its prompt; None: it has none
     """
 
     request: EngineRequest
@@ -98,14 +101,19 @@ class Sequence:
     needs_last_token: bool = False
     speculates: bool = False
     adapter_slot: int = 0
+    load_tried: int = 0
     finished: bool = False
+    images: SequenceImages | None = None
 
     @classmethod
     def from_request(cls, request: EngineRequest, max_model_len: int = sys.maxsize) -> "Sequence":
         """Return a sequence without computed tokens: prompt and emitted tokens are known."""
         longest = len(request.prompt_token_ids) + request.params.max_tokens
         known = request.prompt_token_ids + request.emitted_token_ids
-        return cls(request, known, max_num_tokens=min(longest, max_model_len))
+        seq = cls(request, known, max_num_tokens=min(longest, max_model_len))
+        if request.images:
+            seq.images = SequenceImages(request.images, len(request.prompt_token_ids))
+        return seq
 
     @property
     def num_tokens(self) -> int:
@@ -116,6 +124,11 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Output tokens so far."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def rope_delta(self) -> int:
+        """Position of an output token for the rotary embedding, less its place."""
+        return 0 if self.images is None else self.images.delta
 
     @property
     def kind(self) -> SequenceKind:
@@ -184,8 +197,8 @@ class Sequence:
 class InputBatch:
     """Tokens of the running sequences, one row each, so that a batch is gathered without Python loops.
 
-    token_ids int32 [rows, max_model_len]; num_computed_tokens and adapter_slots int64 [rows]. The groups of the KV
-    cache keep what they have of each sequence by its row too.
+    token_ids int32 [rows, max_model_len]; num_computed_tokens, adapter_slots and rope_deltas int64 [rows]. The groups
+    of the KV cache keep what they have of each sequence by its row too. rope_deltas are those of SequenceImages.
 
     In place of a pending token, token_ids holds -1 - row: a forward finds the token on the device by that number. In
     place of draft k of K of a row, it may hold -1 - rows - (row * K + k).
@@ -195,6 +208,7 @@ class InputBatch:
         self.token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
         self.num_computed_tokens = np.zeros(num_rows, dtype=np.int64)
         self.adapter_slots = np.zeros(num_rows, dtype=np.int64)
+        self.rope_deltas = np.zeros(num_rows, dtype=np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
@@ -205,6 +219,7 @@ class InputBatch:
         self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
         self.num_computed_tokens[seq.row] = seq.num_computed_tokens
         self.adapter_slots[seq.row] = seq.adapter_slot
+        self.rope_deltas[seq.row] = seq.rope_delta
 
     def remove(self, seq: Sequence) -> None:
         """Free the row of `seq`."""
