@@ -26,7 +26,7 @@ from workers.kv_cache.group import Prefix
 from workers.kv_cache.manager import KVCacheManager
 from workers.sampling import no_token
 from workers.scheduler.image_queue import ImageQueue
-from workers.scheduler.refusals import refusal_of
+from workers.scheduler.refusals import advance, refusal_of
 from workers.speculation.speculator import Speculator
 from workers.step.adapter_slots import AdapterSlots
 from workers.step.grammar import Grammar
@@ -78,7 +78,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a sequence waits or runs, those aside that wait for their images."""
-        return len(self._by_id) > (0 if self.images is None else len(self.images.waiting))
+        return bool(self.waiting or self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a row, those that wait for their images too."""
+        return len(self._by_id) - len(self.running)
 
     def add(self, request: EngineRequest, grammar: Grammar | None = None) -> str | None:
         """Queue `request`; return the reason why it can never run here, or None.
@@ -86,7 +91,7 @@ class Scheduler:
         `grammar` is fresh: the emitted tokens of the request advance it here.
         """
         limits = self.cache, self._max_model_len, self.adapters, self.images
-        error = refusal_of(request, *limits) or _advance(grammar, request.emitted_token_ids)
+        error = refusal_of(request, *limits) or advance(grammar, request.emitted_token_ids)
         if error is None:
             seq = Sequence.from_request(request, self._max_model_len)
             seq.grammar = grammar
@@ -391,10 +396,3 @@ class Scheduler:
         if seq.adapter_slot:
             self._slot_users[seq.adapter_slot] -= 1
             seq.adapter_slot = 0
-
-
-def _advance(grammar: Grammar | None, token_ids: list[int]) -> str | None:
-    """Advance `grammar` by `token_ids`; return its error, or None."""
-    if grammar is None:
-        return None
-    return next(filter(None, map(grammar.advance, token_ids)), None)

@@ -113,7 +113,7 @@ class EngineStats:
         """Update the gauges."""
         self._gauges = {
             "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
+            "waiting": scheduler.num_waiting,
             "preemptions": scheduler.num_preemptions,
             "invalid_logits": scheduler.num_invalid,
             **scheduler.cache.gauges(),
