@@ -94,9 +94,9 @@ class ImageEncoder:
         order = Order(self, images, ready)
         with self._changed:
             order.error = self._broken
-            if not self._orders and self._hold(order):
-                self.num_found += len(images)
-            elif order.error is None:
+            self.num_found += sum(self._cache.find(it.digest) is not None for it in images)
+            complete = not self._orders and self._hold(order)
+            if not complete and order.error is None:
                 self._orders.append(order)
                 self._notify()
         return order

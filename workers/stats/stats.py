@@ -118,6 +118,7 @@ class EngineStats:
             "invalid_logits": scheduler.num_invalid,
             **scheduler.cache.gauges(),
             **(scheduler.adapters.gauges() if scheduler.adapters else {}),
+            **(scheduler.images.gauges() if scheduler.images else {}),
         }
 
     def snapshot(self) -> dict[str, Any]:
