@@ -31,6 +31,7 @@ from cluster.commands.check_steps import (
 from cluster.config.api_keys import VARIABLE, load_digests
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import available_cores, check_num_ranks, resolve_rank_config
+from cluster.supervisor.group_spec import group_specs
 from kernels.backends import select
 from kernels.host.cache_folder import use_cache_folder
 from workers import hub
@@ -51,6 +52,7 @@ from workers.specs.model import ModelConfig
 class CheckReport:
     """Everything the command prints.
 
+    group          its name and role; None if the server has one group
     task           what the server answers with, and how it is made of the hidden states of a prompt
     checkpoint     of the Hub: the model, its commit, and the branches and tags that lead there; None for a folder
     steps          what of `cuda_graphs`, ubatches and speculation comes to pass, and why
@@ -59,6 +61,7 @@ class CheckReport:
     """
 
     config: dict[str, Any]
+    group: str | None
     checkpoint: str | None
     task: str
     ranks: list[RankRow]
@@ -73,8 +76,21 @@ class CheckReport:
         return asdict(self)
 
 
-def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport:
-    """Resolve a valid configuration; num_api_keys None = count the keys that the server would load.
+def check_groups(config: PhalanxConfig, num_api_keys: int | None = None) -> list[CheckReport]:
+    """Resolve a valid configuration: a report for each group, raises as `check` does."""
+    check_num_ranks(config)
+    if not config.pool:
+        return [check(config, num_api_keys)]
+    return [
+        check(spec.config, num_api_keys, group=f"{spec.name} ({spec.role})")
+        for spec in group_specs(config)
+    ]
+
+
+def check(
+    config: PhalanxConfig, num_api_keys: int | None = None, *, group: str | None = None
+) -> CheckReport:
+    """Resolve a valid configuration of one group; num_api_keys None = count the keys that the server would load.
 
     Raises BackendChoiceError when a named backend cannot run, GraphsUnavailableError when CUDA graphs are demanded and
     cannot be, ApiKeyError when the keys cannot be used, ConfigError when traces are wanted and their library is
@@ -109,6 +125,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
     reasons = selection.reasons()
     return CheckReport(
         config=_resolved_tree(config, rank_config),
+        group=group,
         checkpoint=_checkpoint(config.model),
         task="generate" if model.pooling is None else str(model.pooling),
         ranks=ranks,
@@ -237,6 +254,8 @@ def _is_loopback(host: str) -> bool:
 
 def render(report: CheckReport, console: Console) -> None:
     """Print a report for people."""
+    if report.group is not None:
+        console.print(f"group {report.group}", style="bold")
     console.print("configuration", style="bold")
     _render_tree(report.config, "  ", console)
     if report.checkpoint is not None:

@@ -19,7 +19,7 @@ from workers.rank.device_memory import size
 from workers.runner.graph_sizes import GraphSizes
 from workers.specs.expert_layout import moe_layers
 from workers.specs.model import ModelConfig
-from workers.weights.tensors import DTYPE_BYTES, rank_weight_bytes
+from workers.weights.tensors import DTYPE_BYTES, draft_head_bytes, rank_weight_bytes
 
 INT64 = 8
 
@@ -98,6 +98,8 @@ def rank_rows(
         in_four_bits=selection.four_bit_experts,
     )
 
+    with_mtp = draft is not None and draft.eagle is None
+    head_bytes = draft_head_bytes(model, fp8_dense=selection.fp8_dense) if with_mtp else 0
     table = []
     for rank in dims.ranks():
         row = RankRow(
@@ -106,7 +108,7 @@ def rank_rows(
             device=f"cuda:{dims.local_rank(rank)}" if config.device == "cuda" else "cpu",
             experts=_expert_range(expert_map.experts_of(rank), config.experts.redundant_slots),
             adapter_bytes=slots_bytes(model, config, rank),
-            weight_bytes=sum(weight_bytes(part, rank=rank) for part in models),
+            weight_bytes=head_bytes + sum(weight_bytes(part, rank=rank) for part in models),
             kv_bytes=None,
             buffer_bytes=held.kept
             + step

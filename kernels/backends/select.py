@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from kernels.all2all.base import AllToAll
+from kernels.all2all.base import AllToAll, SlotColumn
 from kernels.all2all.unbound import UnboundAllToAll
 from kernels.attention.base import Attention
 from kernels.attention.dummy import DummyAttention
@@ -233,7 +233,8 @@ def build(selection: Selection, context: BackendContext) -> Backends:
         )
     )
     assert all2all.layout in grouped_gemm.layouts, selection.names()
-    all2all.adapters = context.shape.expert_adapters
+    if context.shape.expert_adapters:
+        all2all.slot_column = SlotColumn(context.shape.max_num_tokens, context.device)
     return Backends(
         all2all,
         grouped_gemm,

@@ -42,6 +42,7 @@ from workers.rank.backend_choice import (
 )
 from workers.rank.device_memory import memory_for
 from workers.rank.draft_model import DraftChoice, DraftHead, EpochDraft, with_attention
+from workers.rank.kv_places import KVPlaces
 from workers.rank.rank_adapters import load_adapters
 from workers.rank.rank_experts import RankExperts, take_place
 from workers.rank.rank_images import make_encoder
@@ -80,6 +81,7 @@ class RankProcess:
     images       computes the embeddings of images; None: the model takes none
     experts      where the experts are
     caches       KV blocks and states with their contents
+    kv_places    where their contents move to and from
     warm         every kernel that a step may need has been compiled here
     overlap      the ubatch policy, which the first epoch tunes
     pace         the times of steps
@@ -110,12 +112,11 @@ class RankProcess:
         self.image_bytes = (
             0  # of the largest call of the vision tower, and of the outputs that are kept
         )
-        window = self.model_config.window
         drafting = () if self.draft is None else self.draft.kv_groups
-        place = self.selection, self.shape, window, self.device
+        place = self.selection, self.shape, self.model_config.window, self.device
         self.caches = CacheMemory(config, *place, draft_groups=drafting)
-        self.warm = False
-        self.pace = Pace()
+        self.kv_places = KVPlaces()
+        self.warm, self.pace = False, Pace()
         self.step_seconds: StepSeconds | None = None  # measured where steps verify drafts in graphs
         self.prefill_cap = PrefillCap.of(config.scheduler, config.cache.block_size)
         self.epoch: ClosableEpoch | None = None
@@ -347,19 +348,19 @@ class RankProcess:
         """Return the bytes of this rank's weights."""
         dtype = self.config.model.dtype
         assert dtype != "auto", "resolve_rank_config comes first"
-        configs = [self.model_config, *([] if self.draft is None else [self.draft.config])]
-        return sum(
-            rank_weight_bytes(
-                config,
-                self.experts.map,
-                self.rank,
-                dtype,
-                fp8_experts=self.selection.fp8_experts,
-                fp8_dense=self.selection.fp8_dense,
-                in_four_bits=self.selection.four_bit_experts,
-            )
-            for config in configs
+        count = partial(
+            rank_weight_bytes,
+            expert_map=self.experts.map,
+            rank=self.rank,
+            dtype=dtype,
+            fp8_experts=self.selection.fp8_experts,
+            fp8_dense=self.selection.fp8_dense,
+            in_four_bits=self.selection.four_bit_experts,
         )
+        if self.draft is None:
+            return count(self.model_config)
+        head_bytes = self.draft.head_bytes(self.model_config, fp8_dense=self.selection.fp8_dense)
+        return count(self.model_config) + count(self.draft.config) + head_bytes
 
     def info(self, graph_bytes: int, stage_seconds: dict[str, float]) -> RankInfo:
         """Describe this rank to the supervisor."""
@@ -389,7 +390,7 @@ class RankProcess:
 
     def close(self) -> None:
         """Close the open epoch, stop the threads, and release weights and KV memory."""
-        for part in (self.epoch, self.grammars):
+        for part in (self.epoch, self.grammars, self.kv_places):
             if part is not None:
                 part.close()
         self._drop_model()

@@ -119,8 +119,9 @@ class DraftGraphs:
         """Return the forms of attention to capture for a key."""
         if key.mode == GraphMode.DRAFT and key.drafts == 1:
             return (GraphForm.DECODES,)  # has no attention
-        forms = self._attention.forms(key.rows, prompts=key.mode.takes_several_rows)
-        return forms[-1:] if key.mode == GraphMode.VERIFY else forms
+        if key.mode == GraphMode.VERIFY:
+            return (self._attention.drafts_form(key.rows),)
+        return self._attention.forms(key.rows, prompts=key.mode.takes_several_rows)
 
     def run_first(self, key: GraphKey, batch: ForwardBatch, follow_T: np.ndarray) -> torch.Tensor:
         """Run the first pass over the rows of a step; return the states [T, D], until the next first pass.

@@ -1,11 +1,8 @@
-"""Why a request can never run on a rank: by the limits of the rank, or by the grammar and what was emitted."""
-
-from collections.abc import Iterable
+"""Why a request can never run on a rank. Pure arithmetic over the limits of the rank."""
 
 from workers.kv_cache.manager import KVCacheManager
 from workers.scheduler.image_queue import ImageQueue
 from workers.step.adapter_slots import AdapterSlots
-from workers.step.grammar import Grammar
 from workers.wire.request import EngineRequest
 
 
@@ -40,10 +37,3 @@ def refusal_of(
     if images is None:
         return "the model of this server takes no images"
     return images.refusal(request)
-
-
-def advance(grammar: Grammar | None, token_ids: Iterable[int]) -> str | None:
-    """Advance `grammar` by tokens that were emitted; return its error, or None."""
-    if grammar is None:
-        return None
-    return next(filter(None, map(grammar.advance, token_ids)), None)

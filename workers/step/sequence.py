@@ -29,9 +29,9 @@ class SequenceKind(Enum):
 PROMPT, DECODE, VERIFY = SequenceKind
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)  # Not frozen: that takes most of the time to make one.
 class ScheduledSequence:
-    """The part of one sequence in a step.
+    """The part of one sequence in a step. Nothing changes it.
 
     num_new          tokens that the step computes, one row of the forward each
     num_logits       how many of these rows, the last ones, give logits, from each of which a token is drawn
@@ -48,21 +48,6 @@ class ScheduledSequence:
     draft_token_ids: tuple[int, ...] = ()
     hidden_rows: range = range(0)
     ends_vector: bool = False
-
-    @classmethod
-    def of(cls, seq: "Sequence", kind: SequenceKind, num_new: int) -> "ScheduledSequence":
-        """Return the part of `seq`, of its present kind, that computes its next `num_new` tokens."""
-        if kind is DECODE:
-            assert seq.decode_part is not None, f"{seq.request.request_id} has no row"
-            return seq.decode_part
-        if kind is PROMPT:
-            last, pooling = num_new == seq.num_remaining, seq.request.pooling
-            if pooling is None:
-                return cls(seq, kind, num_new, int(last))
-            start = seq.num_computed_tokens
-            rows = pooling.hidden_rows(start, start + num_new, last=last)
-            return cls(seq, kind, num_new, 0, hidden_rows=rows, ends_vector=last)
-        return cls(seq, kind, num_new, num_new, seq.draft_token_ids[: num_new - 1])
 
     @property
     def gives_hidden(self) -> bool:
@@ -92,6 +77,7 @@ class Sequence:
     needs_last_token   its logits processors or its grammar read the last token on the host
     speculates         a drafter reads the last token on the host before the next step
     adapter_slot       slot of its adapter while it has a row; 0: it has none
+    load_tried         preemptions + 1 at its last attempt to load a prefix from outside the device; 0: none
     finished           the request has ended; outputs of launched steps are dropped
     images             of its prompt; None: it has none
     """
@@ -115,6 +101,7 @@ class Sequence:
     needs_last_token: bool = False
     speculates: bool = False
     adapter_slot: int = 0
+    load_tried: int = 0
     finished: bool = False
     images: SequenceImages | None = None
 
@@ -168,6 +155,35 @@ class Sequence:
             pooling = self.request.pooling
             return pooling is not None and self.num_computed_tokens == len(self.token_ids)
         return len(self.token_ids) + self.num_pending >= self.max_num_tokens
+
+    def verified(self, num_rejected: int) -> None:
+        """Drop the drafts; the K and V of the last `num_rejected` computed tokens do not count."""
+        assert self.row >= 0, f"{self.request.request_id} lost its row with drafts in flight"
+        self.draft_token_ids = ()
+        self.num_computed_tokens -= num_rejected
+
+    def part(self, kind: SequenceKind, num_new: int) -> ScheduledSequence:
+        """Return the part of a step that computes the next `num_new` tokens; kind: the present one."""
+        if kind is DECODE:
+            assert self.decode_part is not None, f"{self.request.request_id} has no row"
+            return self.decode_part
+        if kind is VERIFY:
+            drafts = self.draft_token_ids[: num_new - 1]
+            return ScheduledSequence(self, kind, num_new, num_new, drafts)
+        last, pooling = num_new == self.num_remaining, self.request.pooling
+        if pooling is None:
+            return ScheduledSequence(self, kind, num_new, int(last))
+        start = self.num_computed_tokens
+        rows = pooling.hidden_rows(start, start + num_new, last=last)
+        return ScheduledSequence(self, kind, num_new, 0, hidden_rows=rows, ends_vector=last)
+
+    def goes_on_behind(self, token_ids: list[int]) -> bool:
+        """Return whether none of these next tokens can be the last one; False with a grammar."""
+        return (
+            self.grammar is None
+            and len(self.token_ids) + len(token_ids) < self.max_num_tokens
+            and self.request.params.stop_token_ids.isdisjoint(token_ids)
+        )
 
     def finish_reason(self) -> FinishReason | None:
         """Return the reason why the token just appended is the last token, or None."""
@@ -224,6 +240,22 @@ class InputBatch:
             self.token_ids[seq.row, seq.num_tokens] = token_id
         seq.token_ids.append(token_id)
 
+    def committed(self, seqs: list[Sequence], token_ids: list[int], counts: list[int]) -> None:
+        """Enter the last tokens of `seqs` and how many tokens are computed, of those that still have a row.
+
+        token_ids   of all sequences, one after another; `counts` has their numbers
+        """
+        rows, counts_B = self.rows_of(seqs), np.array(counts, dtype=np.int64)
+        kept_B = rows >= 0
+        self.num_computed_tokens[rows[kept_B]] = np.array(
+            [seq.num_computed_tokens for seq in seqs], dtype=np.int64
+        )[kept_B]
+        ends_B = np.array([len(seq.token_ids) for seq in seqs], dtype=np.int64)
+        places = np.arange(len(token_ids)) + np.repeat(ends_B - counts_B.cumsum(), counts_B)
+        kept = np.repeat(kept_B, counts_B)
+        place = np.repeat(rows, counts_B)[kept], places[kept]
+        self.token_ids[place] = np.array(token_ids, dtype=np.int64)[kept]
+
     def propose(self, seq: Sequence, draft_token_ids: Iterable[int]) -> None:
         """Let the next step verify drafts or references, as many as `seq` may have tokens before its last.
 
@@ -236,13 +268,6 @@ class InputBatch:
             drafts = drafts[: seq.grammar.num_allowed(drafts)]
         seq.draft_token_ids = drafts
         self.token_ids[seq.row, start : start + len(seq.draft_token_ids)] = seq.draft_token_ids
-
-    def verified(self, seq: Sequence, num_rejected: int) -> None:
-        """Drop the drafts of `seq`; the K and V of the last `num_rejected` computed tokens do not count."""
-        assert seq.row >= 0, f"{seq.request.request_id} lost its row with drafts in flight"
-        seq.draft_token_ids = ()
-        seq.num_computed_tokens -= num_rejected
-        self.num_computed_tokens[seq.row] = seq.num_computed_tokens
 
     def launched(
         self, seqs: list[Sequence], num_new_tokens: np.ndarray, num_logits: np.ndarray

@@ -129,6 +129,8 @@ class EngineRequest:
     emitted_token_ids  output tokens that an earlier epoch sent: they count as output everywhere, and only tokens
                        after them are published
     on_trial           the rank runs it alone among requests without a token, until its first token
+    hands_over         another rank goes on behind the last token: where KV leaves the device, finish_reason "length"
+                       comes in an output of its own, once the KV can be found there
     """
 
     request_id: str
@@ -142,6 +144,7 @@ class EngineRequest:
     images: tuple[ImageInput, ...] = ()
     emitted_token_ids: list[int] = field(default_factory=list)
     on_trial: bool = False
+    hands_over: bool = False
 
     @property
     def needs_every_row(self) -> bool:
