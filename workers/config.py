@@ -184,6 +184,19 @@ class CacheConfig(Section):
     cpu_memory_gib: float = Field(
         1.0, gt=0, description="KV memory a rank on CPU (auto, cpu), in GiB."
     )
+    host_memory_gib: float = Field(
+        0,
+        ge=0,
+        description="Host memory of each node, in GiB, that keeps KV blocks and states when they leave the device, for "
+        "all its ranks; 0 = none.",
+    )
+    disk_path: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder of each node for KV that leaves host_memory_gib, in files that outlive the server; "
+        "relative to the YAML's folder; null = none. It holds contents of prompts and answers.",
+    )
+    disk_gib: float = Field(16.0, gt=0, description="Most GiB of the files in disk_path.")
     state_snapshots: Auto | Annotated[int, Field(ge=0)] = Field(
         "auto",
         description="Prefixes a rank keeps the states of linear attention of; 0 = no prefix caching there; auto = as "

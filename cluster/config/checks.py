@@ -33,12 +33,23 @@ def check_together(config: PhalanxConfig) -> list[Problem]:
     problems += _check_scheduler(config)
     problems += _check_lengths(config, model)
     problems += _check_cache_dtype(config, model)
+    problems += _check_host_memory(config)
     problems += check_speculation(config, model)
     problems += check_experts(config, model)
     problems += check_lora(config)
     problems += check_pool(config, model)
     problems += _check_serve(config)
     return problems
+
+
+def _check_host_memory(config: PhalanxConfig) -> Iterator[Problem]:
+    cache = config.cache
+    if cache.disk_path is not None and not cache.host_memory_gib:
+        message = "needs cache.host_memory_gib, which is 0: files keep what leaves host memory"
+        yield Problem("cache.disk_path", message, ("cache.host_memory_gib",))
+    if cache.host_memory_gib and not cache.prefix_caching:
+        message = "needs cache.prefix_caching, which is false: KV is found by its prefix"
+        yield Problem("cache.host_memory_gib", message, ("cache.prefix_caching",))
 
 
 def _check_cluster(config: PhalanxConfig) -> Iterator[Problem]:

@@ -32,6 +32,10 @@ class KVLayout(ABC):
         """Return the bytes of one block of one layer, for a model with values of `value_bytes` bytes."""
         return math.prod(self.shape(1, block_size)) * (1 if self.in_bytes else value_bytes)
 
+    def piece_bytes(self, block_size: int, value_bytes: int) -> tuple[int, ...]:
+        """Return the bytes of each piece of a block; a cache has the first pieces of all blocks, then the second."""
+        return (self.block_bytes(block_size, value_bytes),)
+
 
 @dataclass(frozen=True)
 class PagedHeads(KVLayout):
@@ -47,6 +51,9 @@ class PagedHeads(KVLayout):
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return 2, num_blocks, block_size, self.num_kv_heads, self.head_dim
+
+    def piece_bytes(self, block_size: int, value_bytes: int) -> tuple[int, ...]:
+        return 2 * (self.block_bytes(block_size, value_bytes) // 2,)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,10 @@ class PagedFp8Heads(KVLayout):
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return (2 * num_blocks * block_size * self.num_kv_heads * (self.head_dim + 1),)
+
+    def piece_bytes(self, block_size: int, value_bytes: int) -> tuple[int, ...]:
+        exponents = block_size * self.num_kv_heads
+        return (*2 * (exponents * self.head_dim,), *2 * (exponents,))
 
 
 @dataclass(frozen=True)

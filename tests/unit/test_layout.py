@@ -61,6 +61,8 @@ ORDER = {
         ("specs",),
         ("step",),
         ("weights",),
+        # Contents of the caches that move, then who owns the caches.
+        ("kv_transfer",),
         ("kv_cache",),
         ("sampling",),
         ("speculation",),

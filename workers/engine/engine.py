@@ -374,15 +374,19 @@ class Engine:
             self._asleep = False
             woken_by_peer = self._woken_by_peer()
         if not woken_by_peer:
-            self._try_to_wake_peers(self._step)
+            try:
+                self._wake_peers(self._step)
+            except Exception as error:
+                self.fail(error)
 
     def _woken_by_peer(self) -> bool:
         return self._awaited_step >= self._step
 
     def _must_vote(self) -> bool:
-        """Whether a sleeping rank has a reason to vote."""
-        failed = self._failure is not None
-        return self._woken_by_peer() or self._stopping or failed or bool(self._inbox)
+        """Whether a sleeping rank has a reason to vote, such as a sequence that has waited for KV."""
+        self.scheduler.settle(idle=True)
+        told = self._stopping or self._failure is not None or bool(self._inbox)
+        return told or self.scheduler.has_work or self._woken_by_peer()
 
     def _repeat_wakes(self) -> None:
         """Wake the peers again while this rank waits in one vote, because a wake is lost with its connection."""
@@ -392,9 +396,3 @@ class Engine:
             if step is not None and step == seen:
                 self._wake_peers(step)
             seen = step
-
-    def _try_to_wake_peers(self, step: int) -> None:
-        try:
-            self._wake_peers(step)
-        except Exception as error:
-            self.fail(error)

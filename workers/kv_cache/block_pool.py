@@ -77,6 +77,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def __contains__(self, key: object) -> bool:
+        """Return whether `find` finds the block of a key."""
+        return key in self._block_of
+
     def num_free_besides(self, blocks: list[int]) -> int:
         """Return the number of free blocks that are not among `blocks`."""
         return self.num_free - sum(not self._references[block] for block in blocks)

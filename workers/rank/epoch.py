@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -98,6 +99,7 @@ class Epoch:
         self._attention_compiled: Future[None] | None = None
         self._graph_bytes, self._closing = 0, ExitStack()
         process.enter(self)
+        process.kv_places.connect(process.config, process.caches, rendezvous.store)
         try:
             with self._timed("process group"):
                 self._peers = meet(
@@ -244,8 +246,7 @@ class Epoch:
                 caches.allocate()
                 self.ubatches.bind(caches.kv_caches)
             self.make.bind_draft(caches.draft_caches)
-            made = self.make(caches.manager)
-            self._parts.runner, self._parts.scheduler = made
+            self._parts.runner, self._parts.scheduler = self.make(caches.manager)
             self._closing.callback(self.runner.close)
             if not self._peers.warm:
                 num_tokens = min(64, process.config.scheduler.max_num_batched_tokens)
@@ -275,11 +276,9 @@ class Epoch:
         self._tune(progress)
 
     def _tune(self, progress: Progress | None) -> None:
-        process = self.process
+        facts = self.process.max_model_len, self.process.settings()
         with memory_for("ubatches"):
-            self.ubatches.tune(
-                self.runner, self.scheduler, process.max_model_len, process.settings(), progress
-            )
+            self.ubatches.tune(self.runner, self.scheduler, *facts, progress)
 
     def start_engine(self, publish: Publish, wake_peers: Callable[[int], None]) -> RankInfo:
         """Make the engine, after all stages; size the cache first if that stage was left out."""
@@ -294,6 +293,7 @@ class Epoch:
             if not process.selection.all2all_class.needs_process_group:
                 # Only the rendezvous needed the sockets, and gloo's thread would poll them 100 times a second.
                 process_group.leave()
+            equal_tokens = self.backends.all2all.needs_equal_tokens
             self.scheduler.speculator = make_speculator(
                 process.config.speculation, process.step_seconds
             )
@@ -301,9 +301,7 @@ class Epoch:
                 self.scheduler,
                 self.runner,
                 vote,
-                PlanConfig(
-                    self.backends.all2all.needs_equal_tokens, process.config.overlap.num_ubatches
-                ),
+                PlanConfig(equal_tokens, process.config.overlap.num_ubatches),
                 epoch=self.rendezvous.epoch,
                 publish=publish,
                 wake_peers=wake_peers,
@@ -315,6 +313,8 @@ class Epoch:
                 overlap=self.ubatches.policy,
                 prefill_cap=process.prefill_cap,
             )
+            wake, rebuilt = partial(self.engine.wake, -1), self.rendezvous.epoch > 0
+            process.kv_places.begin(process.config, process.caches, wake, wait=rebuilt)
         process.warm = True
         return process.info(self._graph_bytes + self.ubatches.graph_bytes, self.seconds)
 

@@ -42,6 +42,7 @@ from workers.rank.backend_choice import (
 )
 from workers.rank.device_memory import memory_for
 from workers.rank.draft_model import DraftChoice, DraftHead, EpochDraft, with_attention
+from workers.rank.kv_places import KVPlaces
 from workers.rank.rank_adapters import load_adapters
 from workers.rank.rank_experts import RankExperts, take_place
 from workers.rank.rank_info import Progress, RankInfo
@@ -78,6 +79,7 @@ class RankProcess:
     adapters     LoRA adapters in host memory, and their slots on the device; None: lora.max_loras is 0
     experts      where the experts are
     caches       KV blocks and states with their contents
+    kv_places    where their contents move to and from
     warm         every kernel that a step may need has been compiled here
     overlap      the ubatch policy, which the first epoch tunes
     pace         the times of steps
@@ -104,10 +106,10 @@ class RankProcess:
         self.draft = DraftChoice.of(config, self.model_config, select.probe(self.device))
         self.draft_model: DraftHead | None = None
         self.adapters: AdapterStore | None = None
-        window = self.model_config.window
         drafting = () if self.draft is None else self.draft.kv_groups
-        place = self.selection, self.shape, window, self.device
+        place = self.selection, self.shape, self.model_config.window, self.device
         self.caches = CacheMemory(config, *place, draft_groups=drafting)
+        self.kv_places = KVPlaces()
         self.warm = False
         self.pace = Pace()
         self.step_seconds: StepSeconds | None = None  # measured where steps verify drafts in graphs
@@ -155,8 +157,7 @@ class RankProcess:
         names, kept = self.selection.names(), selection.names().items()
         if any(names[seam] != name for seam, name in kept if seam != "all2all"):
             # The weights, the caches and the states have the memory order of these backends.
-            self.backends, self.model, self.draft_model = None, None, None
-            self.adapters = None
+            self.backends, self.model, self.draft_model, self.adapters = None, None, None, None
             self.caches.free()
         if self.device.type == "cuda":
             self.warm, self.caches.kv_caches, self.caches.draft_caches = False, [], []
@@ -389,12 +390,11 @@ class RankProcess:
 
     def close(self) -> None:
         """Close the open epoch, stop the thread that compiles grammars, and release weights and KV memory."""
-        for part in (self.epoch, self.grammars):
+        for part in (self.epoch, self.grammars, self.kv_places):
             if part is not None:
                 part.close()
-        self.backends, self.model, self.draft_model, self.epoch = None, None, None, None
+        self.backends, self.model, self.draft_model, self.epoch, self.adapters = 5 * (None,)
         self.experts.close()
-        self.adapters = None
         self.caches.free()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

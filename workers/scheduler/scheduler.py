@@ -25,6 +25,7 @@ from workers.config import SchedulerConfig
 from workers.kv_cache.group import Prefix
 from workers.kv_cache.manager import KVCacheManager
 from workers.sampling import no_token
+from workers.scheduler.parts import part_of
 from workers.speculation.speculator import Speculator
 from workers.step.adapter_slots import AdapterSlots
 from workers.step.grammar import Grammar
@@ -36,7 +37,6 @@ from workers.step.sequence import (
     InputBatch,
     ScheduledSequence,
     Sequence,
-    SequenceKind,
 )
 from workers.step.step_output import StepOutput
 from workers.wire.request import EngineRequest, RequestOutput
@@ -73,8 +73,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence waits or runs."""
-        return bool(self._by_id)
+        """Whether a sequence waits for its turn or runs; one that waits for a load does neither."""
+        return len(self._by_id) > self.cache.num_loading
 
     def add(self, request: EngineRequest, grammar: Grammar | None = None) -> str | None:
         """Queue `request`; return the reason why it can never run here, or None.
@@ -143,6 +143,7 @@ class Scheduler:
         """
         budget = self._config.max_num_batched_tokens
         self._adapter_wanted = 0
+        self.settle()
         if self.speculator is not None:
             self._draft(self.speculator, budget)
         prompts = prefill_cap if prefill_cap and self._config.chunked_prefill else budget
@@ -172,7 +173,7 @@ class Scheduler:
                 if self._preempt_last() is seq:
                     break
             else:
-                work.append(_part(seq, kind, num_new))
+                work.append(part_of(seq, kind, num_new))
                 budget -= num_new
                 prompts -= num_new if kind is PROMPT else 0
                 index += 1
@@ -180,6 +181,11 @@ class Scheduler:
         if not preempted:
             self._admit(min(budget, prompts), work)
         return ScheduledBatch.of(work, self._admitted, self.cache.copies)
+
+    def settle(self, *, idle: bool = False) -> None:
+        """Let sequences wait for their turn again when their loads have ended; `idle` as in KVCacheManager.settle."""
+        for seq in self.cache.settle(idle=idle):
+            insort(self.waiting, seq, key=_by_order)
 
     def launched(self, batch: ScheduledBatch) -> None:
         """Enter the launch of `batch`; `commit` follows for all launched batches in their order."""
@@ -208,6 +214,7 @@ class Scheduler:
                 if self.speculator is not None and count and not seq.finished:
                     drafts = None if step.drafts is None else step.drafts.get(index)
                     self.speculator.committed(seq, drafts, (count - 1, len(part.draft_token_ids)))
+        self.cache.committed()
         return step.attach(outputs)
 
     def check_integrity(self) -> None:
@@ -301,7 +308,10 @@ class Scheduler:
             # A preempted sequence needs all its tokens to be known.
             prefix = None if seq.num_pending else self.cache.lookup(seq)
             if prefix is None:
-                index += 1
+                if self.cache.park(seq):
+                    del self.waiting[index]
+                else:
+                    index += 1
                 continue
             num_remaining = seq.num_tokens - prefix.num_tokens
             num_new = min(num_remaining, budget)
@@ -309,6 +319,9 @@ class Scheduler:
                 break
             if not self.cache.fits(seq, prefix):
                 break
+            if self.cache.begin_load(seq, prefix):
+                del self.waiting[index]
+                continue
             if not self._take_slot(seq):
                 index += 1
                 continue
@@ -316,7 +329,7 @@ class Scheduler:
             self._start(seq, prefix, num_new)
             if self._config.chunked_prefill:
                 num_new = self.cache.chunk(seq, num_new)
-            work.append(_part(seq, PROMPT, num_new))
+            work.append(part_of(seq, PROMPT, num_new))
             budget -= num_new
 
     def _take_slot(self, seq: Sequence) -> bool:
@@ -357,7 +370,7 @@ class Scheduler:
         if seq.row >= 0:
             self.running.remove(seq)
             self._release(seq)
-        else:
+        elif seq in self.waiting:  # otherwise it waits for a load
             self.waiting.remove(seq)
         del self._by_id[seq.request.request_id]
 
@@ -376,18 +389,3 @@ def _advance(grammar: Grammar | None, token_ids: list[int]) -> str | None:
     if grammar is None:
         return None
     return next(filter(None, map(grammar.advance, token_ids)), None)
-
-
-def _part(seq: Sequence, kind: SequenceKind, num_new: int) -> ScheduledSequence:
-    """Return the part of `seq`, of its present kind, that computes its next `num_new` tokens."""
-    if kind is DECODE:
-        assert seq.decode_part is not None, f"{seq.request.request_id} has no row"
-        return seq.decode_part
-    if kind is PROMPT:
-        last, pooling = num_new == seq.num_remaining, seq.request.pooling
-        if pooling is None:
-            return ScheduledSequence(seq, kind, num_new, int(last))
-        start = seq.num_computed_tokens
-        rows = pooling.hidden_rows(start, start + num_new, last=last)
-        return ScheduledSequence(seq, kind, num_new, 0, hidden_rows=rows, ends_vector=last)
-    return ScheduledSequence(seq, kind, num_new, num_new, seq.draft_token_ids[: num_new - 1])

@@ -76,6 +76,7 @@ class Sequence:
     needs_last_token   its logits processors or its grammar read the last token on the host
     speculates         a drafter reads the last token on the host before the next step
     adapter_slot       slot of its adapter while it has a row; 0: it has none
+    load_tried         preemptions + 1 at its last attempt to load a prefix from outside the device; 0: none
     finished           the request has ended; outputs of launched steps are dropped
     """
 
@@ -98,6 +99,7 @@ class Sequence:
     needs_last_token: bool = False
     speculates: bool = False
     adapter_slot: int = 0
+    load_tried: int = 0
     finished: bool = False
 
     @classmethod
