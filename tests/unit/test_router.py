@@ -26,13 +26,6 @@ def test_equal_ranks_take_turns():
     assert Router([3], start=5).pick([0], 1) == 2
 
 
-def test_ranks_of_each_group_take_turns_when_a_request_visits_two_groups():
-    router = Router([2, 3])
-    picks = [(router.pick([0], 0, groups=[0]), router.pick([0], 0, groups=[1])) for _ in range(6)]
-    assert [first for first, _ in picks] == [0, 1] * 3
-    assert [second for _, second in picks] == [2, 3, 4] * 2
-
-
 def test_idle_ranks_take_turns_when_each_request_ends_at_once():
     router = Router([3])
     picks = []

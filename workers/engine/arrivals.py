@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
+from workers.engine.hand_overs import HandOvers
 from workers.engine.messages import Abort, AbortIngress, CompiledRequest, Message, Refusal
 from workers.engine.open_requests import OpenRequests
 from workers.sampling.grammar_compiler import Compiled, GrammarCompiler
@@ -43,6 +44,7 @@ class Arrivals:
         enqueue: Callable[[Message], None],
     ):
         self.open_requests = OpenRequests()
+        self._hand_overs = HandOvers(scheduler.cache, self.open_requests, publish)
         self.fresh: set[str] = set()
         self._scheduler = scheduler
         self._timer = timer
@@ -83,6 +85,14 @@ class Arrivals:
         """Note the first tokens among `outputs`."""
         for output in outputs:
             self.fresh.discard(output.request_id)
+
+    def hold(self, outputs: Iterable[RequestOutput]) -> Iterable[RequestOutput]:
+        """Return outputs of open requests, without the ends that `publish_held` publishes later."""
+        return map(self._hand_overs.hold, outputs)
+
+    def publish_held(self) -> None:
+        """Publish the ends of requests for which other ranks can go on now."""
+        self._hand_overs.publish_ended()
 
     def _may_accept(self, request: EngineRequest) -> bool:
         return self._on_trial not in self.fresh and not (request.on_trial and self.fresh)

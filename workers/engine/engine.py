@@ -322,7 +322,7 @@ class Engine:
             generated = self.stats.requests.num_tokens(committed)
             if self._arrivals.fresh:
                 self._arrivals.served(committed)
-            for entry in self.stats.requests.committed(committed):
+            for entry in self._arrivals.hold(self.stats.requests.committed(committed)):
                 ended = entry.finish_reason is not None
                 find = self.open_requests.remove if ended else self.open_requests.ingress_of
                 self._outputs[find(entry.request_id)].append(entry)
@@ -335,6 +335,7 @@ class Engine:
         self._outputs = defaultdict(list)
         for ingress_id, messages in outputs.items():
             self._publish(ingress_id, messages)
+        self._arrivals.publish_held()
         if self._step % LOAD_INTERVAL_STEPS == 0:
             self._publish_load()
         spent = time.perf_counter() - started
@@ -385,6 +386,7 @@ class Engine:
     def _must_vote(self) -> bool:
         """Whether a sleeping rank has a reason to vote, such as a sequence that has waited for KV."""
         self.scheduler.settle(idle=True)
+        self._arrivals.publish_held()
         told = self._stopping or self._failure is not None or bool(self._inbox)
         return told or self.scheduler.has_work or self._woken_by_peer()
 

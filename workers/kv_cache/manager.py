@@ -136,6 +136,16 @@ class KVCacheManager:
         return ready
 
     @property
+    def names_on_way(self) -> set[bytes]:
+        """Names of contents that are on their way to another place than the device."""
+        return set() if self.transfers is None else self.transfers.names_on_way
+
+    def save_all(self) -> None:
+        """Begin to save whatever waits to be saved."""
+        if self.transfers is not None:
+            self.transfers.save(all_of_them=True)
+
+    @property
     def num_loading(self) -> int:
         """Sequences that wait for a load."""
         return 0 if self.transfers is None else self.transfers.num_waiting
