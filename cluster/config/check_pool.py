@@ -52,6 +52,13 @@ def _check_roles(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[P
             "the roles prefill and decode are for models that generate; expected the role generate",
             ("model.path", "model.task"),
         )
+    if config.cluster.nodes > 1:
+        yield Problem(
+            "cluster.nodes",
+            f"{config.cluster.nodes}, but prefill and decode groups of pool hand KV over in the memory of one node; "
+            "expected 1, or groups of the role generate",
+            ("pool",),
+        )
     if not config.cache.host_memory_gib:
         yield Problem(
             "cache.host_memory_gib",

@@ -35,6 +35,10 @@ def yaml_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             r"pool.0.nodes: 2 nodes of 1 \(cluster",
         ),
         (["cluster.ranks=4", SPLIT], "cache.host_memory_gib: 0, but a prefill group"),
+        (
+            ["cluster.ranks=4", "cluster.nodes=2", "cluster.ray_address=auto", MEMORY, SPLIT],
+            "cluster.nodes: 2, but prefill and decode groups",
+        ),
         (["pool=[{role: prefil, ranks: 1}]"], "pool.0.role"),
         (["pool=[{role: prefill}]"], "pool.0.ranks: is missing"),
         (["pool=[{rank: 2}]"], "pool.0.rank: unknown key .value 2.; did you mean pool.0.ranks"),
