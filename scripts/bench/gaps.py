@@ -89,7 +89,7 @@ class _Round:
 
     def __init__(self, options: argparse.Namespace, url: str, number: int):
         self._options, self._url = options, url
-        self._random = random.Random(number)
+        self._random = random.Random(f"round {number}")
         self._gaps: list[float] = []
         self._long: list[float] = []
         self._tokens = 0
