@@ -22,6 +22,7 @@ from cluster.commands.check_room import refuse_too_large
 from cluster.commands.check_steps import (
     check_comm_sms,
     graph_line,
+    image_line,
     never_reached,
     overlap_lines,
     slow_for_want_of_graphs,
@@ -34,13 +35,14 @@ from cluster.supervisor.group_spec import group_specs
 from kernels.backends import select
 from kernels.host.cache_folder import use_cache_folder
 from workers import hub
-from workers.config import ModelSection, RankConfig, not_for_answers
+from workers.config import ModelSection, RankConfig
 from workers.models.registry import configured_model
 from workers.rank.backend_choice import (
     backend_shape,
     four_bits_are_widened,
     fp8_is_not_kept,
     slow_attention,
+    warnings_of_answers,
 )
 from workers.rank.device_memory import size
 from workers.specs.model import ModelConfig
@@ -135,6 +137,7 @@ def check(
             "cuda_graphs": graph_reason,
             **overlap,
             "speculation": speculation_line(rank_config, model),
+            **image_line(rank_config, model),
         },
         alternatives=alternatives(selection, unavailable, shape),
         assumed=assumed,
@@ -186,9 +189,7 @@ def _warnings(
     else:
         yield from _cpu_warnings(rank_config, ranks[:per_node])
     yield from never_reached(config.overlap, rank_config.scheduler)
-    yield from not_for_answers(config.model)
-    for part in model.skipped_parts:
-        yield f"{part} of the checkpoint is not loaded: only text is served"
+    yield from warnings_of_answers(config.model, model)
     if rank_config.num_ranks > model.num_experts:
         yield (
             f"cluster.ranks is {rank_config.num_ranks} for {model.num_experts} experts: "

@@ -15,14 +15,6 @@ def check_experts(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[
         return
     experts = config.experts
     ranks = min((group.ranks for group in config.pool), default=config.cluster.ranks)
-    moved = experts.redundant_slots or experts.map is not None or experts.rebalance != "off"
-    if config.lora.max_loras and moved:
-        yield Problem(
-            "lora.max_loras",
-            f"{config.lora.max_loras} slots of adapters hold the experts in their order; expected 0, or "
-            "experts.redundant_slots 0, experts.map null and experts.rebalance off",
-            ("experts.redundant_slots", "experts.map", "experts.rebalance"),
-        )
     share = -(-model.num_experts // ranks)
     most = model.num_experts - share
     if experts.redundant_slots > most:

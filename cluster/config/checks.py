@@ -184,15 +184,7 @@ def _check_lengths(config: PhalanxConfig, model: ModelConfig | None) -> Iterator
 def _check_cache_dtype(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[Problem]:
     """A precision of the KV cache that the model's attention cannot read."""
     wanted = config.cache.dtype
-    if model is None or wanted == "auto":
-        return
-    if wanted == "fp8":
-        if any(spec.mla is not None for spec in model.attention_specs):
-            yield Problem(
-                "cache.dtype",
-                "fp8 is for heads of K and V, the model caches latents (MLA); expected auto",
-                ("model.path",),
-            )
+    if model is None or wanted in ("auto", "fp8"):
         return
     dtype = model.dtype if config.model.dtype == "auto" else config.model.dtype
     if wanted != dtype:

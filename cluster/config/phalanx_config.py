@@ -16,11 +16,11 @@ from workers.config import (
     ModelSection,
     OverlapConfig,
     SchedulerConfig,
-    SpeculationConfig,
 )
 from workers.lora_config import LoraConfig
 from workers.parallel import ParallelDims
 from workers.section import Auto, PositiveInt, Section
+from workers.speculation_config import SpeculationConfig
 
 MAX_RANKS = 1024
 # On a GPU a step of few tokens takes as long as one of some hundreds: it is bound by reading the weights.

@@ -40,6 +40,7 @@ class RankResult:
     states_restored: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    images_computed: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     work: OwnWork = field(default_factory=OwnWork)
@@ -180,6 +181,8 @@ def run_rank(
         counts = epoch.engine.stats.snapshot()
         result.num_draft_tokens = counts["draft_tokens"]
         result.num_accepted_tokens = counts["accepted_tokens"]
+        if process.images is not None:
+            result.images_computed = process.images.num_computed
         result.prefix_cache_hits = epoch.engine.scheduler.cache.num_hits
         gauges = epoch.engine.scheduler.cache.gauges()
         result.states_restored = int(gauges.get("states_restored", 0))
@@ -209,6 +212,8 @@ def _step_to_the_end(epoch: Any, events: list[Event], max_steps: int, result: Ra
         if plan.sleeps:
             epoch.engine.scheduler.settle(idle=True)
         epoch.process.grammars.wait()
+        if epoch.process.images is not None:
+            epoch.process.images.wait()
         # The grammars that a step has seen are compiled by the next one, which may be the first to run.
         if step > last_event and plan.sleeps:
             return

@@ -97,3 +97,10 @@ def test_a_rank_that_cannot_be_reached_is_no_home():
     home = router.pick(prompt(1), 0, session="s")
     router.loads[home].reachable = False
     assert router.pick(prompt(2), 0, session="s") != home
+
+
+def test_ranks_of_each_group_take_turns_when_a_request_visits_two_groups():
+    router = Router([2, 3])
+    picks = [(router.pick([0], 0, groups=[0]), router.pick([0], 0, groups=[1])) for _ in range(6)]
+    assert [first for first, _ in picks] == [0, 1] * 3
+    assert [second for _, second in picks] == [2, 3, 4] * 2

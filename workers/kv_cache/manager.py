@@ -145,11 +145,6 @@ class KVCacheManager:
         if self.transfers is not None:
             self.transfers.save(all_of_them=True)
 
-    @property
-    def num_loading(self) -> int:
-        """Sequences that wait for a load."""
-        return 0 if self.transfers is None else self.transfers.num_waiting
-
     def fits(self, seq: Sequence, prefix: Prefix) -> bool:
         """Return whether there are blocks for all known tokens of `seq`, so that a prompt that starts can finish."""
         need = self.demand.blocks(seq.num_tokens) - len(prefix.all_blocks)
@@ -292,4 +287,7 @@ class KVCacheManager:
             request = seq.request
             parent = seq.block_keys[-1] if done else root_key(request.cache_salt, request.adapter)
             token_ids = seq.token_ids[done * size : num_blocks * size]
-            seq.block_keys += chain_keys(parent, token_ids, size)
+            images = None
+            if seq.images is not None:
+                images = seq.images.contents(done, num_blocks, size)
+            seq.block_keys += chain_keys(parent, token_ids, size, images)
