@@ -20,6 +20,7 @@ from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from kernels.routing.device_routing import DeviceRouting, route_on_device
 from tests.triton import launches_four_bit, launches_fp8
 from tests.triton.attention_launches import (
+    copy_pieces_there_and_back,
     decodes,
     expand_fp8,
     latent_decodes,
@@ -293,6 +294,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "latents_fp8": partial(latents, fp8=True),
     "latent_decodes": partial(latent_decodes, cut=False),
     "latent_decodes_in_chunks": partial(latent_decodes, cut=True),
+    "copy_pieces": copy_pieces_there_and_back,
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
     "linear_attention_of_drafts": partial(_linear_attention, prompts=False, drafts=2),
