@@ -213,8 +213,9 @@ def tables(found: dict[str, Any]) -> str:
         ]
 
     return (
-        "\nThe host's CPU time in a step, small model. `ahead`: until the next forward is launched, which a GPU may wait "
-        "for; `host`: all that is no model. On: three drafts of each sequence by its head for multi-token prediction, "
+        "\nThe host's CPU time in a step, small model. `ahead`: until the next forward is launched, which a GPU may "
+        "wait for; `host`: all that is no model. On: three drafts of each sequence by a head for multi-token "
+        "prediction, "
         f"accepted with {', '.join(map(str, ACCEPTANCE))}:\n\n"
         + markdown_table(head, rows(found["steps"]))
         + "\nOn: one of the sequences under a JSON schema, without drafts:\n\n"

@@ -190,13 +190,14 @@ class Pages:
         for layer in self.layers:
             layer.move(device)
 
-    def batch(self) -> AttentionBatch:
+    def batch(self, num_verify: int = 0) -> AttentionBatch:
         new = [count for _, count in self.seqs]
         decodes = next((i for i, count in enumerate(new) if count != 1), len(new))
         return AttentionBatch(
             num_tokens=sum(new),
             num_seqs=len(new),
             num_single_rows=decodes,
+            num_verify=num_verify,
             query_start_loc_cpu=np.cumsum([0, *new], dtype=np.int32),
             seq_lens_cpu=np.array([sum(seq) for seq in self.seqs], dtype=np.int32),
             block_table=self.block_table,
@@ -218,6 +219,7 @@ def check(
     fp8: bool = False,
     rounded: bool = False,
     stale: bool = False,
+    num_verify: int = 0,
     attention: Attention | None = None,
     backend: type[Attention] = SdpaAttention,
     device: str = "cpu",
@@ -231,7 +233,7 @@ def check(
     pages.move(device)
     attention = attention or backend(specs, block_size)
     attention.bind(pages.caches)
-    attention.plan(pages.batch())
+    attention.plan(pages.batch(num_verify))
     for number, layer in enumerate(pages.layers):
         out = attention(layer.q, layer.k, layer.v, number, layer.sinks)
         check_layer(pages, layer, out)
@@ -304,6 +306,19 @@ def test_what_a_request_left_in_a_block_does_not_matter(label: str, fp8: bool):
 @pytest.mark.parametrize("label", BATCHES)
 def test_native_equals_dense_attention(label: str, padding: int):
     check(BATCHES[label], padding=padding, backend=NativeAttention)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize(
+    "backend", [SdpaAttention, pytest.param(NativeAttention, marks=needs_native)]
+)
+def test_drafts_equal_dense_attention(backend: type[Attention], windows: bool, padding: int):
+    """Beside decodes and prompts, and alone."""
+    specs = WINDOW_LAYERS if windows else None
+    mixed = [(11, 1), (2, 1), (9, 4), (30, 2), (3, 3), (0, 9), (8, 4)]
+    for seqs, num_verify in ((mixed, 3), ([(7, 4), (40, 4)], 2)):
+        check(seqs, specs=specs, num_verify=num_verify, padding=padding, backend=backend)
 
 
 @needs_native
