@@ -103,10 +103,7 @@ def waves(spec: VisionSpec) -> list[list[EngineRequest]]:
     ]
     second = [first[0], Prompt.of([text(3)]), Prompt.of([text(70), images[3], text(2)])]
     return [
-        [
-            prompt.request(f"{number}-{place}", max_tokens=8)
-            for place, prompt in enumerate(prompts)
-        ]
+        [prompt.request(f"{number}-{place}", max_tokens=8) for place, prompt in enumerate(prompts)]
         for number, prompts in enumerate((first, second))
     ]
 

@@ -20,6 +20,7 @@ from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from kernels.routing.device_routing import DeviceRouting, route_on_device
 from tests.triton import launches_four_bit, launches_fp8
 from tests.triton.attention_launches import (
+    copy_pieces_there_and_back,
     decodes,
     expand_fp8,
     latent_decodes,
@@ -29,6 +30,7 @@ from tests.triton.attention_launches import (
     prompts,
     store_fp8,
     store_kv,
+    warp_decodes,
 )
 from tests.triton.device import DEVICE, FOR_HOPPER
 from tests.triton.launch_inputs import (
@@ -109,14 +111,14 @@ def _handover(at: Inputs) -> None:
     """Gates, states and tails of prompts around a library's kernel."""
     from kernels.triton.delta_handover import read_states, store_tails, token_gates, write_states
 
-    whole = torch.zeros(at.offset + at.size, 3 * HEADS, dtype=torch.bfloat16, device=at.device)
-    a, b, mixed = whole[at.offset :].split(HEADS, 1)
+    whole = torch.zeros(at.offset + at.size, 72, dtype=torch.bfloat16, device=at.device)
+    mixed, a, b = whole[at.offset :].split([64, HEADS, HEADS], 1)
     gates = torch.zeros(HEADS, device=at.device)
     token_gates(a, b, gates, gates)
     pool = torch.zeros(2, HEADS, HEAD_DIM, HEAD_DIM, device=at.device)
     write_states(pool, at.slice(), read_states(pool, at.slice()))
     starts = torch.zeros(at.size + 1, dtype=torch.int64, device=at.device)
-    store_tails(mixed, starts, at.slice(), mixed.new_zeros(2, 3, HEADS))
+    store_tails(mixed, starts, at.slice(), mixed.new_zeros(2, 3, 64))
 
 
 def _route(at: Inputs, *, on_device: bool) -> None:
@@ -292,6 +294,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "latents_fp8": partial(latents, fp8=True),
     "latent_decodes": partial(latent_decodes, cut=False),
     "latent_decodes_in_chunks": partial(latent_decodes, cut=True),
+    "copy_pieces": copy_pieces_there_and_back,
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
     "linear_attention_of_drafts": partial(_linear_attention, prompts=False, drafts=2),
@@ -327,6 +330,8 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "decodes_in_chunks": partial(decodes, cut=True),
     "decodes_fp8": partial(decodes, cut=False, sinks=False, fp8=True),
     "decodes_fp8_in_chunks": partial(decodes, cut=True, sinks=False, fp8=True),
+    "decodes_fp8_by_warps": partial(warp_decodes, cut=False),
+    "decodes_fp8_by_warps_in_chunks": partial(warp_decodes, cut=True),
     "prompts_fp8": partial(prompts, window=None, fp8=True),
     "prompts": partial(prompts, window=None),
     "prompts_with_a_window": partial(prompts, window=128),
@@ -364,6 +369,14 @@ def _decode_programs() -> list[int]:
     return [PROGRAMS_PER_SM] * 4
 
 
+def _warp_decode_programs() -> list[int]:
+    from kernels.triton.warp_decode_fp8 import PROGRAMS_PER_SM
+
+    for cut in (False, True):
+        warp_decodes(Inputs(DEVICE, 16, 0), cut=cut)
+    return [PROGRAMS_PER_SM] * 2
+
+
 def _latent_decode_programs() -> list[int]:
     """Launch decodes over latents of 16 and of more heads; a program has an SM alone."""
     for num_heads in (16, 20):
@@ -383,4 +396,5 @@ LAUNCHES: dict[str, Callable[[], list[int]]] = {
     **{f"push_on_{sms}_sms": partial(_pushes, 4, sms) for sms in (8, 32)},
     "decodes": _decode_programs,
     "latent_decodes": _latent_decode_programs,
+    "decodes_by_warps": _warp_decode_programs,
 }

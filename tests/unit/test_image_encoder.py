@@ -109,6 +109,7 @@ def test_an_image_is_computed_once_for_all_orders(make: Any, tower: FakeTower) -
     assert one.wait(10) and two.wait(10) and first.complete and second.complete
     assert sum(tower.calls) == 8 and encoder.num_computed == 2
     third = encoder.order([image(2)], never)
+    assert encoder.num_found == 1
     assert third.complete and third.of(image(2)).unique().tolist() == [2.0]
 
 

@@ -110,7 +110,7 @@ class Engine:
             enqueue=self._enqueue,
         )
         self.open_requests = self._arrivals.open_requests
-        self._outbox = Outbox(self.open_requests, self.stats.requests, publish)
+        self._outbox = Outbox(scheduler.cache, self.open_requests, self.stats.requests, publish)
         self._step = 0
         self._vote_in_progress: int | None = None  # its number
         self._asleep = False
@@ -383,6 +383,7 @@ class Engine:
     def _must_vote(self) -> bool:
         """Whether a sleeping rank has a reason to vote, such as a sequence that has waited for KV."""
         self.scheduler.settle(idle=True)
+        self._outbox.send_held()
         told = self._stopping or self.failed or bool(self._inbox)
         return told or self.scheduler.has_work or self._woken_by_peer()
 

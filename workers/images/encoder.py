@@ -15,7 +15,7 @@ import torch
 
 from kernels.host.owned import start_thread
 from workers.images.cache import OutputCache
-from workers.images.limits import BATCH_TOKENS, ImageLimits
+from workers.images.limits import ImageLimits
 from workers.images.pace import Pace
 from workers.specs.vision import Grid, VisionSpec
 from workers.wire.request import ImageInput
@@ -94,9 +94,9 @@ class ImageEncoder:
         order = Order(self, images, ready)
         with self._changed:
             order.error = self._broken
-            if not self._orders and self._hold(order):
-                self.num_found += len(images)
-            elif order.error is None:
+            self.num_found += sum(self._cache.find(it.digest) is not None for it in images)
+            complete = not self._orders and self._hold(order)
+            if not complete and order.error is None:
                 self._orders.append(order)
                 self._notify()
         return order
@@ -193,7 +193,7 @@ class ImageEncoder:
                 known = image.digest in chosen or self._cache.find(image.digest) is not None
                 if known or order.closed:
                     continue
-                if chosen and total + image.num_tokens > BATCH_TOKENS:
+                if chosen and total + image.num_tokens > self.limits.batch:
                     return list(chosen.values())
                 if not self._cache.make_room(total + image.num_tokens):
                     return list(chosen.values())

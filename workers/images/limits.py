@@ -7,8 +7,8 @@ from workers.specs.vision import VisionSpec
 
 CACHE_TOKENS = 32_768  # 32 images of 1,024 x 1,024: 134 MB for Qwen3.6-35B-A3B
 BATCH_TOKENS = 1024
-"""Tokens that the tower computes at once, unless one image has more: one image of 1,024 x 1,024 fills a GPU, and
-further images in the same call would delay the first one."""
+"""Tokens of several images that the tower computes at once: one image of 1,024 x 1,024 fills a GPU, and further images
+in the same call would delay the first one."""
 _FLOAT32 = 4
 
 
@@ -36,8 +36,8 @@ class ImageLimits:
 
     @property
     def batch(self) -> int:
-        """Most tokens that the tower computes at once."""
-        return max(self.image, min(BATCH_TOKENS, self.cache))
+        """Most tokens of several images that the tower computes at once; one image may have more."""
+        return min(self.image, BATCH_TOKENS)
 
     def cache_bytes(self, spec: VisionSpec, value_bytes: int) -> int:
         """Return the bytes of all outputs that are kept."""
@@ -45,7 +45,7 @@ class ImageLimits:
 
     def forward_bytes(self, spec: VisionSpec, value_bytes: int) -> int:
         """Return about the bytes of the largest call of the tower beside its weights."""
-        patches = self.batch * spec.merged
+        patches = self.image * spec.merged
         scaled = spec.patch_dim * (2 * _FLOAT32 + value_bytes)
         block = (8 * spec.hidden_size + 2 * spec.intermediate_size) * value_bytes
         return patches * max(scaled, block + spec.hidden_size * _FLOAT32)

@@ -109,7 +109,7 @@ class RankProcess:
         self.draft_model: DraftHead | None = None
         self.adapters: AdapterStore | None = None
         self.images: ImageEncoder | None = None
-        self.image_bytes = 0  # of the largest call of the vision tower, and of the outputs that are kept
+        self.image_bytes = 0  # of the largest call of the tower, and of the outputs that are kept
         drafting = () if self.draft is None else self.draft.kv_groups
         place = self.selection, self.shape, self.model_config.window, self.device
         self.caches = CacheMemory(config, *place, draft_groups=drafting)
@@ -384,8 +384,7 @@ class RankProcess:
         """Release the weights, and all that has their memory order."""
         if self.images is not None:
             self.images.close()
-        self.backends, self.model, self.draft_model = None, None, None
-        self.adapters = self.images = None
+        self.backends = self.model = self.draft_model = self.adapters = self.images = None
 
     def close(self) -> None:
         """Close the open epoch, stop the threads, and release weights and KV memory."""

@@ -17,12 +17,12 @@ def make_encoder(model: DecoderLM, config: RankConfig) -> ImageEncoder | None:
 
 
 def run_largest(encoder: ImageEncoder) -> int:
-    """Compute an image of as many tokens as the tower computes at once; return the bytes that this takes on a GPU.
+    """Compute an image of as many tokens as one may have; return the bytes that this takes on a GPU.
 
     The memory of outputs that are kept is included, although the cache is empty.
     """
     spec, limits = encoder.spec, encoder.limits
-    image = blank_image(spec, largest_grid(limits.batch, spec.merge_size))
+    image = blank_image(spec, largest_grid(limits.image, spec.merge_size))
     on_gpu = torch.cuda.is_available() and encoder.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()

@@ -72,6 +72,15 @@ class ImageQueue:
         """Let `seq` wait no longer, because its request has ended; return whether it waited."""
         return self.waiting.pop(seq.request.request_id, None) is not None
 
+    def gauges(self) -> dict[str, int]:
+        """Return the statistics of images by name."""
+        encoder = self._encoder
+        return {
+            "images_waiting": len(self.waiting),
+            "images_computed": encoder.num_computed,
+            "images_found": encoder.num_found,
+        }
+
     def follow(self, plan: StepPlan) -> None:
         """Set the pace of the encoder beside a step of the group: the longer by its prompts, the more it computes."""
         if plan.run:
