@@ -308,19 +308,6 @@ def test_native_equals_dense_attention(label: str, padding: int):
     check(BATCHES[label], padding=padding, backend=NativeAttention)
 
 
-@pytest.mark.parametrize("padding", [0, 3])
-@pytest.mark.parametrize("windows", [False, True])
-@pytest.mark.parametrize(
-    "backend", [SdpaAttention, pytest.param(NativeAttention, marks=needs_native)]
-)
-def test_drafts_equal_dense_attention(backend: type[Attention], windows: bool, padding: int):
-    """Beside decodes and prompts, and alone."""
-    specs = WINDOW_LAYERS if windows else None
-    mixed = [(11, 1), (2, 1), (9, 4), (30, 2), (3, 3), (0, 9), (8, 4)]
-    for seqs, num_verify in ((mixed, 3), ([(7, 4), (40, 4)], 2)):
-        check(seqs, specs=specs, num_verify=num_verify, padding=padding, backend=backend)
-
-
 @needs_native
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 1), (6, 2)])
 def test_native_head_groups(heads: tuple[int, int]):
