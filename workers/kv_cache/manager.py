@@ -136,6 +136,16 @@ class KVCacheManager:
         return ready
 
     @property
+    def holds_memory(self) -> bool:
+        """Whether transfers hold blocks or snapshots now."""
+        return self.transfers is not None and self.transfers.num_open > 0
+
+    @property
+    def transfers_ended(self) -> int:
+        """Transfers that have ended in this epoch."""
+        return 0 if self.transfers is None else self.transfers.num_ended
+
+    @property
     def num_loading(self) -> int:
         """Sequences that wait for a load."""
         return 0 if self.transfers is None else self.transfers.num_waiting

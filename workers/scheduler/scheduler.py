@@ -64,6 +64,7 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._admitted: list[Sequence] = []
         self._arrivals = itertools.count()
+        self._blocked_by: int | None = None  # transfers that had ended when others left no memory
         self.num_preemptions = 0
         self.num_invalid = 0  # requests that ended because of their logits
         self.speculator: Speculator | None = None
@@ -73,8 +74,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence waits for its turn or runs; one that waits for a load does neither."""
-        return len(self._by_id) > self.cache.num_loading
+        """Whether a sequence waits for its turn or runs; one that waits for the end of a transfer does neither."""
+        blocked = self._blocked_by is not None and self._blocked_by == self.cache.transfers_ended
+        return not blocked and len(self._by_id) > self.cache.num_loading
 
     def add(self, request: EngineRequest, grammar: Grammar | None = None) -> str | None:
         """Queue `request`; return the reason why it can never run here, or None.
@@ -180,11 +182,13 @@ class Scheduler:
         # Admitting right after a preemption would only undo it.
         if not preempted:
             self._admit(min(budget, prompts), work)
+        blocked = not work and not self.running and self.cache.holds_memory
+        self._blocked_by = self.cache.transfers_ended if blocked else None
         return ScheduledBatch.of(work, self._admitted, self.cache.copies)
 
     def settle(self, *, idle: bool = False) -> None:
         """Let sequences wait for their turn again when their loads have ended; `idle` as in KVCacheManager.settle."""
-        for seq in self.cache.settle(idle=idle):
+        for seq in self.cache.settle(idle=idle and self._blocked_by is None):
             insort(self.waiting, seq, key=_by_order)
 
     def launched(self, batch: ScheduledBatch) -> None:
