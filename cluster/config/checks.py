@@ -11,6 +11,7 @@ from cluster.config.api_keys import ApiKeyError, read_keys_file
 from cluster.config.chat_template import ChatTemplateError, read_chat_template
 from cluster.config.check_experts import check_experts
 from cluster.config.check_lora import check_lora
+from cluster.config.check_pool import check_pool
 from cluster.config.check_speculation import check_speculation
 from cluster.config.errors import Problem
 from cluster.config.phalanx_config import PhalanxConfig, SchedulerSection
@@ -36,6 +37,7 @@ def check_together(config: PhalanxConfig) -> list[Problem]:
     problems += check_speculation(config, model)
     problems += check_experts(config, model)
     problems += check_lora(config)
+    problems += check_pool(config, model)
     problems += _check_serve(config)
     return problems
 
@@ -182,15 +184,7 @@ def _check_lengths(config: PhalanxConfig, model: ModelConfig | None) -> Iterator
 def _check_cache_dtype(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[Problem]:
     """A precision of the KV cache that the model's attention cannot read."""
     wanted = config.cache.dtype
-    if model is None or wanted == "auto":
-        return
-    if wanted == "fp8":
-        if any(spec.mla is not None for spec in model.attention_specs):
-            yield Problem(
-                "cache.dtype",
-                "fp8 is for heads of K and V, the model caches latents (MLA); expected auto",
-                ("model.path",),
-            )
+    if model is None or wanted in ("auto", "fp8"):
         return
     dtype = model.dtype if config.model.dtype == "auto" else config.model.dtype
     if wanted != dtype:

@@ -40,6 +40,7 @@ class RankResult:
     states_restored: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    images_computed: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     work: OwnWork = field(default_factory=OwnWork)
@@ -181,6 +182,8 @@ def run_rank(
         counts = epoch.engine.stats.snapshot()
         result.num_draft_tokens = counts["draft_tokens"]
         result.num_accepted_tokens = counts["accepted_tokens"]
+        if process.images is not None:
+            result.images_computed = process.images.num_computed
         result.prefix_cache_hits = epoch.engine.scheduler.cache.num_hits
         gauges = epoch.engine.scheduler.cache.gauges()
         result.states_restored = int(gauges.get("states_restored", 0))
@@ -209,6 +212,8 @@ def _step_to_the_end(epoch: Any, events: list[Event], max_steps: int, result: Ra
         if plan.sleeps:
             epoch.engine.scheduler.settle(idle=True)
         epoch.process.grammars.wait()
+        if epoch.process.images is not None:
+            epoch.process.images.wait()
         # The grammars that a step has seen are compiled by the next one, which may be the first to run.
         if step > last_event and plan.sleeps:
             return
@@ -221,7 +226,7 @@ def _never_wait_outside(scheduler: Any) -> None:
 
     def waiting_schedule(prefill_cap: int) -> Any:
         batch = schedule(prefill_cap)
-        while not batch.seqs and scheduler._by_id and scheduler.cache.holds_memory:
+        while not batch.seqs and scheduler._by_id and scheduler.cache.transfers_ended is not None:
             _await_transfers(scheduler)
             batch = schedule(prefill_cap)
         return batch

@@ -106,9 +106,7 @@ def run_part(
     """Serve all events by new ranks over the store that earlier ranks have left."""
     with local_rendezvous() as rendezvous:
         arguments = config, replace(rendezvous, store=store), events, False, 20_000
-        return pool.run(
-            live_and_die, config.num_ranks, *arguments, with_group=False, timeout_s=300
-        )
+        return pool.run(live_and_die, config.num_ranks, *arguments, with_group=False, timeout_s=300)
 
 
 @contextmanager

@@ -34,6 +34,9 @@ RANK_STATS = {
     "state_snapshots": 7,
     "state_snapshot_bytes": 7000,
     "states_restored": 8,
+    "images_waiting": 1,
+    "images_computed": 14,
+    "images_found": 15,
     "adapters_resident": 2,
     "adapter_loads": 13,
     "prompt_tokens": 60,
@@ -81,6 +84,7 @@ def filled_metrics() -> IngressMetrics:
     metrics.observe_first_token(0.2)
     metrics.observe_inter_token(0.01)
     metrics.observe_end("stop")
+    metrics.observe_prompt("prefill")
     metrics.observe_finished(
         num_prompt_tokens=5, num_output_tokens=3, first_token_s=0.2, total_s=0.5
     )

@@ -136,19 +136,21 @@ class KVCacheManager:
         return ready
 
     @property
-    def holds_memory(self) -> bool:
-        """Whether transfers hold blocks or snapshots now."""
-        return self.transfers is not None and self.transfers.num_open > 0
+    def transfers_ended(self) -> int | None:
+        """Transfers that have ended in this epoch; None if none is open, which would hold memory."""
+        if self.transfers is None or not self.transfers.num_open:
+            return None
+        return self.transfers.num_ended
 
     @property
-    def transfers_ended(self) -> int:
-        """Transfers that have ended in this epoch."""
-        return 0 if self.transfers is None else self.transfers.num_ended
+    def names_on_way(self) -> set[bytes]:
+        """Names of contents that are on their way to another place than the device."""
+        return set() if self.transfers is None else self.transfers.names_on_way
 
-    @property
-    def num_loading(self) -> int:
-        """Sequences that wait for a load."""
-        return 0 if self.transfers is None else self.transfers.num_waiting
+    def save_all(self) -> None:
+        """Begin to save whatever waits to be saved."""
+        if self.transfers is not None:
+            self.transfers.save(all_of_them=True)
 
     def fits(self, seq: Sequence, prefix: Prefix) -> bool:
         """Return whether there are blocks for all known tokens of `seq`, so that a prompt that starts can finish."""
@@ -292,4 +294,7 @@ class KVCacheManager:
             request = seq.request
             parent = seq.block_keys[-1] if done else root_key(request.cache_salt, request.adapter)
             token_ids = seq.token_ids[done * size : num_blocks * size]
-            seq.block_keys += chain_keys(parent, token_ids, size)
+            images = None
+            if seq.images is not None:
+                images = seq.images.contents(done, num_blocks, size)
+            seq.block_keys += chain_keys(parent, token_ids, size, images)

@@ -19,7 +19,8 @@ from kernels.attention.dummy import DummyAttention
 from kernels.backends.memory import backend_memory
 from kernels.backends.select import Backends
 from workers.engine.datagram_vote import DatagramVoteTransport
-from workers.engine.engine import Engine, Publish
+from workers.engine.engine import Engine
+from workers.engine.outbox import Publish
 from workers.engine.vote_transport import (
     AbortableVote,
     LocalVoteTransport,
@@ -208,9 +209,9 @@ class Epoch:
         """
         if self._peers.warm:
             return
-        max_tokens = self.process.config.scheduler.max_num_batched_tokens
-        sizes = warm_up_sizes(max_tokens, dense=self.backends.grouped_gemm.compiles_by_rows)
-        steps, total = self.make.warm_up_steps(), len(sizes) + 2
+        self.make.run_largest_image()
+        steps, dense = self.make.warm_up_steps(), self.backends.grouped_gemm.compiles_by_rows
+        total = 2 + len(sizes := warm_up_sizes(steps.limits.max_num_batched_tokens, dense=dense))
         report_progress = progress or (lambda done, total: None)
         dummy = DummyAttention(self.backends.attention)
         self.ubatches.bind_states(self.process.state_pools())
@@ -293,10 +294,9 @@ class Epoch:
             if not process.selection.all2all_class.needs_process_group:
                 # Only the rendezvous needed the sockets, and gloo's thread would poll them 100 times a second.
                 process_group.leave()
+            measured = process.step_seconds
+            self.scheduler.speculator = make_speculator(process.config.speculation, measured)
             equal_tokens = self.backends.all2all.needs_equal_tokens
-            self.scheduler.speculator = make_speculator(
-                process.config.speculation, process.step_seconds
-            )
             self._parts.engine = Engine(
                 self.scheduler,
                 self.runner,
