@@ -136,6 +136,13 @@ class KVCacheManager:
         return ready
 
     @property
+    def transfers_ended(self) -> int | None:
+        """Transfers that have ended in this epoch; None if none is open, which would hold memory."""
+        if self.transfers is None or not self.transfers.num_open:
+            return None
+        return self.transfers.num_ended
+
+    @property
     def names_on_way(self) -> set[bytes]:
         """Names of contents that are on their way to another place than the device."""
         return set() if self.transfers is None else self.transfers.names_on_way
