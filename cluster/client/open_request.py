@@ -90,19 +90,16 @@ class OpenRequest:
         return f"{self.adapter}:{self.cache_salt}" if self.adapter else self.cache_salt
 
     def prompt_part(self, max_model_len: int) -> "OpenRequest":
-        """The prompt and its first token as a request of its own."""
+        """The prompt and its first token as a request of its own, of a request that has had no attempt."""
         num_prompt = len(self.prompt_token_ids)
-        return OpenRequest(
-            self.request_id,
-            self.prompt_token_ids,
-            replace(self.params, max_tokens=1),
-            self.priority,
-            self.cache_salt,
-            pinned=None,
+        return replace(
+            self,
+            params=replace(self.params, max_tokens=1),
             num_tokens=num_prompt + 1,
             hands_over=min(self.params.max_tokens, max_model_len - num_prompt) > 1,
-            adapter=self.adapter,
-            session=self.session,
+            whole=False,
+            emitted=[],
+            _outputs=[],
         )
 
     def follow(self, part: "OpenRequest") -> None:

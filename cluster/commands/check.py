@@ -17,6 +17,7 @@ from rich.table import Table
 from cluster.api.tracing import check_tracing
 from cluster.commands.check_adapters import check_adapters
 from cluster.commands.check_backends import alternatives, probe_or_assume
+from cluster.commands.check_host_memory import SessionBytes, tier_lines, too_little_memory
 from cluster.commands.check_memory import RankRow, rank_rows, too_little_on_gpu
 from cluster.commands.check_room import refuse_too_large
 from cluster.commands.check_steps import (
@@ -67,6 +68,7 @@ class CheckReport:
     ranks: list[RankRow]
     backends: dict[str, dict[str, str]]
     steps: dict[str, str]
+    tiers: dict[str, str]
     alternatives: dict[str, dict[str, str]]
     assumed: str
     warnings: list[str]
@@ -102,8 +104,7 @@ def check(
     check_num_ranks(config)
     if num_api_keys is None:
         num_api_keys = len(load_digests(config.serve.api_keys_file).clients)
-    rank_config = resolve_rank_config(config)
-    model = configured_model(config.model)
+    rank_config, model = resolve_rank_config(config), configured_model(config.model)
     check_adapters(rank_config, model)
     unavailable, assumed = probe_or_assume(rank_config.device)
     shape = backend_shape(rank_config, model)
@@ -117,12 +118,11 @@ def check(
     )
     num_ubatches, overlap = overlap_lines(config.overlap, selection)
     check_comm_sms(config.overlap, selection, num_ubatches)
-    ranks = rank_rows(
-        rank_config, model, selection, shape, num_ubatches=num_ubatches, graphs=graphs
-    )
+    place = rank_config, model, selection, shape
+    ranks = rank_rows(*place, num_ubatches=num_ubatches, graphs=graphs)
     if rank_config.device == "cuda":
         refuse_too_large(rank_config, model, selection, unavailable, shape, config.kernels)
-    reasons = selection.reasons()
+    reasons, session = selection.reasons(), SessionBytes.of(*place)
     return CheckReport(
         config=_resolved_tree(config, rank_config),
         group=group,
@@ -130,8 +130,8 @@ def check(
         task="generate" if model.pooling is None else str(model.pooling),
         ranks=ranks,
         backends={
-            family: {"name": name, "reason": reasons[family]}
-            for family, name in selection.names().items()
+            seam: {"name": name, "reason": reasons[seam]}
+            for seam, name in selection.names().items()
         },
         steps={
             "cuda_graphs": graph_reason,
@@ -139,12 +139,14 @@ def check(
             "speculation": speculation_line(rank_config, model),
             **image_line(rank_config, model),
         },
+        tiers=tier_lines(rank_config, session),
         alternatives=alternatives(selection, unavailable, shape),
         assumed=assumed,
         warnings=[
             *slow_attention(config.kernels, selection, unavailable, shape),
             *four_bits_are_widened(model, selection, unavailable, shape),
             *_warnings(config, rank_config, model, selection, ranks, num_api_keys),
+            *too_little_memory(rank_config, session, available_memory()),
         ],
     )
 
@@ -270,6 +272,10 @@ def render(report: CheckReport, console: Console) -> None:
     console.print("steps", style="bold")
     for name, outcome in report.steps.items():
         console.print(f"  {name:<18}{outcome}")
+    if report.tiers:
+        console.print("KV outside the devices", style="bold")
+        for name, outcome in report.tiers.items():
+            console.print(f"  {name:<18}{outcome}")
     if report.assumed:
         console.print(f"assumed: {report.assumed}")
     for warning in report.warnings:

@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
+from cluster.commands.check_host_memory import SessionBytes, buffer_bytes
 from kernels.backends.memory import backend_memory
 from kernels.backends.select import Selection
 from kernels.interface.backend import BackendShape
-from kernels.interface.kv_layout import kv_block_bytes
 from kernels.routing.expert_map import ExpertMap
 from workers.adapters.layout import slots_bytes
 from workers.config import RankConfig
@@ -19,7 +19,7 @@ from workers.rank.device_memory import size
 from workers.runner.graph_sizes import GraphSizes
 from workers.specs.expert_layout import moe_layers
 from workers.specs.model import ModelConfig
-from workers.weights.tensors import DTYPE_BYTES, draft_head_bytes, rank_weight_bytes
+from workers.weights.tensors import draft_head_bytes, rank_weight_bytes
 
 INT64 = 8
 
@@ -80,15 +80,13 @@ def rank_rows(
     if graphs:
         of_graph = backend_memory(selection, replace(shape, max_num_tokens=graphs.largest))
         graph_bytes = of_graph.step + _model_bytes(config, model, shape.dtype, graphs.largest)
-    groups = selection.attention_class.kv_groups(shape.attention_specs)
     dtype = config.model.dtype
     assert dtype != "auto", "a RankConfig has the checkpoint's dtype in its place"
-    value_bytes = DTYPE_BYTES[dtype]
     draft = load_draft_config(config.speculation, model)
     models = [model, *([] if draft is None else [draft.layers])]
-    groups += () if draft is None else draft.kv_groups(config.cache)
-    block_bytes = kv_block_bytes(groups, config.cache.block_size, value_bytes)
     state_bytes = _state_bytes(config, selection, shape)
+    session = SessionBytes.of(config, model, selection, shape)
+    copies = buffer_bytes(config, session.block, session.state)
     weight_bytes = partial(
         rank_weight_bytes,
         expert_map=expert_map,
@@ -112,12 +110,13 @@ def rank_rows(
             kv_bytes=None,
             buffer_bytes=held.kept
             + step
+            + copies
             + _spare_bytes(config, model, expert_map, rank, weight_bytes),
             ubatch_bytes=held.ubatches,
             graph_bytes=graph_bytes,
             state_bytes=state_bytes,
         )
-        table.append(replace(row, kv_bytes=_kv_bytes(config, block_bytes, row)))
+        table.append(replace(row, kv_bytes=_kv_bytes(config, session.block, row)))
     return table
 
 

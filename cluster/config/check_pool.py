@@ -52,9 +52,17 @@ def _check_roles(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[P
             "the roles prefill and decode are for models that generate; expected the role generate",
             ("model.path", "model.task"),
         )
-    if not config.cache.prefix_caching:
+    if config.cluster.nodes > 1:
         yield Problem(
-            "cache.prefix_caching",
-            "false, but the roles prefill and decode of pool hand the KV of prompts over by their prefixes",
+            "cluster.nodes",
+            f"{config.cluster.nodes}, but prefill and decode groups of pool hand KV over in the memory of one node; "
+            "expected 1, or groups of the role generate",
+            ("pool",),
+        )
+    if not config.cache.host_memory_gib:
+        yield Problem(
+            "cache.host_memory_gib",
+            "0, but a prefill group hands the KV of prompts over in host memory; expected at least room for the "
+            "prompts that are on their way",
             ("pool",),
         )

@@ -14,6 +14,7 @@ from prometheus_client.core import (
 )
 
 from cluster.metrics.experts import expert_families
+from cluster.metrics.kv_transfer import kv_families
 from cluster.metrics.snapshot import PREFIX, add_histogram
 
 RankStats = Sequence[dict[str, Any]]
@@ -158,6 +159,7 @@ def rank_families(stats: RankStats, model_name: str) -> Iterator[Metric]:
         for kind, count in values.get("kinds", {}).items():
             kinds.add_metric([*head, *(word.lower() for word in kind)], count)
     yield from (parts, kinds, places, *expert_families(stats, model_name))
+    yield from kv_families(stats, model_name)
     yield from (_info(heads), *_process(heads))
 
 

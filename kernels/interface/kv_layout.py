@@ -111,6 +111,9 @@ class PagedFp8Latents(KVLayout):
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return (num_blocks * block_size * (2 * self.rope_dim + self.rank + 1),)
 
+    def piece_bytes(self, block_size: int, value_bytes: int) -> tuple[int, ...]:
+        return 2 * self.rope_dim * block_size, self.rank * block_size, block_size
+
 
 def layout_of(spec: AttentionSpec) -> KVLayout:
     """Return the layout of a layer's cache in every backend that declares no other."""

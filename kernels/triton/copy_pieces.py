@@ -45,7 +45,7 @@ class PieceTable:
         return cls(table, _DTYPES[word])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_words"])
 def _copy_pieces(
     parts_ptr, places_ptr, rows_ptr, row_words, TO_ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -211,9 +211,9 @@ def heads_of_program(num_heads: int, form: LatentForm = FORM) -> int:
     return max(FEWEST_HEADS, min(form.heads, triton.next_power_of_2(num_heads)))
 
 
-def head_parts(num_heads: int) -> int:
+def head_parts(num_heads: int, form: LatentForm = FORM) -> int:
     """Return the programs that share a chunk."""
-    return -(-num_heads // heads_of_program(num_heads))
+    return -(-num_heads // heads_of_program(num_heads, form))
 
 
 def latent_decode(

@@ -36,6 +36,8 @@ HALF = DecodeForm(64, 2)
 # With 128 registers four programs fit on an SM: 512 programs (128 sequences, 4 KV heads) then run at a time on 132 SMs,
 # not in two rounds, of which the second is short.
 E4M3 = DecodeForm(128, 4, registers=128)
+# Programs of one warp, a kernel of its own (kernels.triton.warp_decode_fp8). Not compared on a GPU yet.
+E4M3_WARPS = DecodeForm(32, 1, registers=128)
 
 
 @triton.jit
@@ -248,6 +250,12 @@ def paged_decode(
     if not num_rows:
         return
     form = form or (E4M3 if exponents else HALF)
+    if form == E4M3_WARPS:
+        from kernels.triton.warp_decode_fp8 import warp_decode_fp8
+
+        assert sinks_H is None, "single warps serve no sinks"
+        warp_decode_fp8(q_RHd, caches, out_RHd, chunks, scale=scale)
+        return
     if exponents:
         k_cache, v_cache = packed_words(k_cache), packed_words(v_cache)
     partial, lse = out_RHd, out_RHd

@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.triton.fp8_heads import power_of_two
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_ptr"])
 def read_latents_kernel(
     values_ptr,
     keys_ptr,

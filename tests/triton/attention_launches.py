@@ -2,7 +2,10 @@
 
 import torch
 
-from tests.triton.launch_inputs import HEAD_DIM, HEADS, Inputs
+from kernels.attention.fp8_pages import Fp8Pages
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.kv_layout import layout_of
+from tests.triton.launch_inputs import BLOCK, HEAD_DIM, HEADS, Inputs
 
 
 def list_pages(at: Inputs, *, padded: bool) -> None:
@@ -97,6 +100,21 @@ def latent_decodes(at: Inputs, *, cut: bool, num_heads: int = HEADS) -> None:
     whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
     chunks = Chunks(*whole[at.offset :].split(parts), at.slice(at.size), cut)
     latent_decode(of_heads, rope, caches, torch.empty_like(q), chunks, scale=0.1)
+
+
+def warp_decodes(at: Inputs, *, cut: bool) -> None:
+    """Decodes of 8 query heads of 128 values for each KV head, by single warps."""
+    from kernels.triton.decode_merge import Chunks
+    from kernels.triton.paged_decode import E4M3_WARPS, paged_decode
+
+    spec = AttentionSpec(8 * HEADS, HEADS, 128, 1.0, fp8_cache=True)
+    cache = torch.zeros(layout_of(spec).shape(4, BLOCK), dtype=torch.uint8, device=at.device)
+    q, parts = at.rows(8 * HEADS, 128), (at.size, at.size, at.size, at.size + 1)
+    whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
+    chunks = Chunks(*whole[at.offset :].split(parts), at.slice(at.size), cut)
+    options = {"scale": 0.1, "sinks_H": None, "form": E4M3_WARPS}
+    caches = Fp8Pages(cache, spec, BLOCK).tensors
+    paged_decode(q, caches, torch.empty_like(q), chunks, **options)
 
 
 def prompts(at: Inputs, *, window: int | None, fp8: bool = False) -> None:

@@ -29,6 +29,7 @@ from tests.triton.attention_launches import (
     prompts,
     store_fp8,
     store_kv,
+    warp_decodes,
 )
 from tests.triton.device import DEVICE, FOR_HOPPER
 from tests.triton.launch_inputs import (
@@ -41,6 +42,17 @@ from tests.triton.launch_inputs import (
     Inputs,
 )
 from tests.triton.symm_ranks import build_ranks
+
+
+def _copy_pieces(at: Inputs) -> None:
+    """There and back, of words of 8 bytes, as released models have them."""
+    from kernels.triton.copy_pieces import PieceTable, copy_pieces
+
+    pieces = [at.rows(2048).new_zeros(4, 4096, dtype=torch.uint8) for _ in range(3)]
+    table, places = PieceTable.of(pieces), torch.zeros(at.size, dtype=torch.int64)
+    rows = at.rows(1)[:0].new_zeros(at.size, 3 * 4096 + 64 * at.offset, dtype=torch.uint8)
+    for to_rows in (True, False):
+        copy_pieces(table, places.to(at.device), rows, to_rows=to_rows)
 
 
 def _norm(at: Inputs) -> None:
@@ -109,14 +121,14 @@ def _handover(at: Inputs) -> None:
     """Gates, states and tails of prompts around a library's kernel."""
     from kernels.triton.delta_handover import read_states, store_tails, token_gates, write_states
 
-    whole = torch.zeros(at.offset + at.size, 3 * HEADS, dtype=torch.bfloat16, device=at.device)
-    a, b, mixed = whole[at.offset :].split(HEADS, 1)
+    whole = torch.zeros(at.offset + at.size, 72, dtype=torch.bfloat16, device=at.device)
+    mixed, a, b = whole[at.offset :].split([64, HEADS, HEADS], 1)
     gates = torch.zeros(HEADS, device=at.device)
     token_gates(a, b, gates, gates)
     pool = torch.zeros(2, HEADS, HEAD_DIM, HEAD_DIM, device=at.device)
     write_states(pool, at.slice(), read_states(pool, at.slice()))
     starts = torch.zeros(at.size + 1, dtype=torch.int64, device=at.device)
-    store_tails(mixed, starts, at.slice(), mixed.new_zeros(2, 3, HEADS))
+    store_tails(mixed, starts, at.slice(), mixed.new_zeros(2, 3, 64))
 
 
 def _route(at: Inputs, *, on_device: bool) -> None:
@@ -292,6 +304,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "latents_fp8": partial(latents, fp8=True),
     "latent_decodes": partial(latent_decodes, cut=False),
     "latent_decodes_in_chunks": partial(latent_decodes, cut=True),
+    "copy_pieces": _copy_pieces,
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
     "linear_attention_of_drafts": partial(_linear_attention, prompts=False, drafts=2),
@@ -327,6 +340,8 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "decodes_in_chunks": partial(decodes, cut=True),
     "decodes_fp8": partial(decodes, cut=False, sinks=False, fp8=True),
     "decodes_fp8_in_chunks": partial(decodes, cut=True, sinks=False, fp8=True),
+    "decodes_fp8_by_warps": partial(warp_decodes, cut=False),
+    "decodes_fp8_by_warps_in_chunks": partial(warp_decodes, cut=True),
     "prompts_fp8": partial(prompts, window=None, fp8=True),
     "prompts": partial(prompts, window=None),
     "prompts_with_a_window": partial(prompts, window=128),
@@ -364,6 +379,14 @@ def _decode_programs() -> list[int]:
     return [PROGRAMS_PER_SM] * 4
 
 
+def _warp_decode_programs() -> list[int]:
+    from kernels.triton.warp_decode_fp8 import PROGRAMS_PER_SM
+
+    for cut in (False, True):
+        warp_decodes(Inputs(DEVICE, 16, 0), cut=cut)
+    return [PROGRAMS_PER_SM] * 2
+
+
 def _latent_decode_programs() -> list[int]:
     """Launch decodes over latents of 16 and of more heads; a program has an SM alone."""
     for num_heads in (16, 20):
@@ -383,4 +406,5 @@ LAUNCHES: dict[str, Callable[[], list[int]]] = {
     **{f"push_on_{sms}_sms": partial(_pushes, 4, sms) for sms in (8, 32)},
     "decodes": _decode_programs,
     "latent_decodes": _latent_decode_programs,
+    "decodes_by_warps": _warp_decode_programs,
 }

@@ -12,6 +12,8 @@ from tests.checkpoints.writer import make_checkpoint
 
 SPLIT = "pool=[{role: prefill, ranks: 1}, {role: decode, ranks: 3}]"
 
+MEMORY = "cache.host_memory_gib=1"
+
 
 @pytest.fixture(scope="module")
 def yaml_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -32,7 +34,11 @@ def yaml_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["cluster.ranks=2", "pool=[{ranks: 2, nodes: 2}]"],
             r"pool.0.nodes: 2 nodes of 1 \(cluster",
         ),
-        (["cluster.ranks=4", SPLIT, "cache.prefix_caching=false"], "cache.prefix_caching: false"),
+        (["cluster.ranks=4", SPLIT], "cache.host_memory_gib: 0, but a prefill group"),
+        (
+            ["cluster.ranks=4", "cluster.nodes=2", "cluster.ray_address=auto", MEMORY, SPLIT],
+            "cluster.nodes: 2, but prefill and decode groups",
+        ),
         (["pool=[{role: prefil, ranks: 1}]"], "pool.0.role"),
         (["pool=[{role: prefill}]"], "pool.0.ranks: is missing"),
         (["pool=[{rank: 2}]"], "pool.0.rank: unknown key .value 2.; did you mean pool.0.ranks"),
@@ -54,7 +60,7 @@ def test_ranks_divide_over_the_nodes_of_their_group(yaml_path: Path) -> None:
 
 
 def test_each_group_has_ranks_and_experts_of_its_own(yaml_path: Path) -> None:
-    config = load_config(yaml_path, ["cluster.ranks=4", SPLIT])
+    config = load_config(yaml_path, ["cluster.ranks=4", SPLIT, MEMORY])
     prefill, decode = group_specs(config, num_gpus=0)
     assert (prefill.name, decode.name) == ("phalanx-prefill-0", "phalanx-decode-1")
     assert (prefill.role, decode.role) == ("prefill", "decode")
@@ -74,7 +80,7 @@ def test_without_a_pool_one_group_has_all_ranks(yaml_path: Path) -> None:
 
 
 def test_the_report_has_a_part_for_each_group(yaml_path: Path) -> None:
-    config = load_config(yaml_path, ["cluster.ranks=4", SPLIT])
+    config = load_config(yaml_path, ["cluster.ranks=4", SPLIT, MEMORY])
     prefill, decode = check_groups(config, num_api_keys=1)
     assert prefill.group == "phalanx-prefill-0 (prefill)"
     assert decode.group == "phalanx-decode-1 (decode)"

@@ -11,7 +11,8 @@ leave through `publish`, wakes through `wake_peers`.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
@@ -97,6 +98,7 @@ class Engine:
         self._max_in_flight = int(asynchronous)
         self._overlap = overlap or never("this engine has none")
         self._in_flight: deque[InFlightStep] = deque()
+        self._launching: list[ScheduledBatch] = []  # its draws wait for the steps in flight
         self._committed: list[tuple[InFlightStep, StepOutput, list[RequestOutput]]] = []
         self._commit_s = 0.0  # of this step
         self._arrivals = Arrivals(
@@ -108,7 +110,7 @@ class Engine:
             enqueue=self._enqueue,
         )
         self.open_requests = self._arrivals.open_requests
-        self._outbox = Outbox(self.open_requests, self.stats.requests, publish)
+        self._outbox = Outbox(scheduler.cache, self.open_requests, self.stats.requests, publish)
         self._step = 0
         self._vote_in_progress: int | None = None  # its number
         self._asleep = False
@@ -156,7 +158,7 @@ class Engine:
 
     def close(self) -> None:
         """Release all blocks; the loop must have ended."""
-        self.scheduler.close(step.batch for step in self._in_flight)
+        self.scheduler.close([*(step.batch for step in self._in_flight), *self._launching])
 
     @property
     def failed(self) -> bool:
@@ -208,23 +210,27 @@ class Engine:
             output = self._launch(batch, plan)
             times = HostTimes(schedule_s, voted - scheduled)
             self._in_flight.append(InFlightStep(batch, plan, output, times, self._next_cap))
+            self._launching.clear()
         else:
             self.stats.work.pause()
         self._next_cap = plan.prefill_cap
-        try:
+        with self._carried():
             self._commit(self._max_in_flight if plan.run else 0)
             self._publish_and_record()
+        return plan
+
+    @contextmanager
+    def _carried(self) -> Iterator[None]:
+        """Carry an error to the next vote."""
+        try:
+            yield
         except AbortedError:
             raise
         except Exception as error:
             self.fail(error)
-        return plan
 
     def _launch(self, batch: ScheduledBatch, plan: StepPlan) -> Pending[StepOutput]:
-        """Launch a step and enter it in the scheduler.
-
-        A draw that needs the token before it waits behind the forward, not before the vote, where all ranks would wait.
-        """
+        """Launch a step. Draws that need a token of the step before wait behind the forward, not before the vote."""
         if batch.draws_late:
             return self.runner.launch(batch, plan, partial(self._commit_before_draws, batch))
         output = self.runner.launch(batch, plan)
@@ -233,28 +239,21 @@ class Engine:
 
     def _commit_before_draws(self, batch: ScheduledBatch) -> None:
         """Enter the launch of a forward, and commit the steps before it."""
+        self._launching.append(batch)
         self.scheduler.launched(batch)
-        try:
+        with self._carried():
             self._commit(0)
-        except AbortedError:
-            raise
-        except Exception as error:
-            self.fail(error)
 
     def _prepare(self) -> ScheduledBatch | None:
         """Drain the inbox and schedule; None after a failure, which is then voted."""
         if self._failure is not None:
             return None
-        try:
+        with self._carried():
             self._arrivals.take(self._inbox)
             batch = self._schedule()
             self._arrivals.begin(batch.admitted)
             return batch
-        except AbortedError:
-            raise
-        except Exception as error:
-            self.fail(error)
-            return None
+        return None
 
     def _schedule(self) -> ScheduledBatch:
         """Return this step's batch.
@@ -384,7 +383,8 @@ class Engine:
     def _must_vote(self) -> bool:
         """Whether a sleeping rank has a reason to vote, such as a sequence that has waited for KV."""
         self.scheduler.settle(idle=True)
-        told = self._stopping or self._failure is not None or bool(self._inbox)
+        self._outbox.send_held()
+        told = self._stopping or self.failed or bool(self._inbox)
         return told or self.scheduler.has_work or self._woken_by_peer()
 
     def _repeat_wakes(self) -> None:

@@ -135,6 +135,16 @@ class KVCacheManager:
             self.transfers.save(all_of_them=True)
         return ready
 
+    @property
+    def names_on_way(self) -> set[bytes]:
+        """Names of contents that are on their way to another place than the device."""
+        return set() if self.transfers is None else self.transfers.names_on_way
+
+    def save_all(self) -> None:
+        """Begin to save whatever waits to be saved."""
+        if self.transfers is not None:
+            self.transfers.save(all_of_them=True)
+
     def fits(self, seq: Sequence, prefix: Prefix) -> bool:
         """Return whether there are blocks for all known tokens of `seq`, so that a prompt that starts can finish."""
         need = self.demand.blocks(seq.num_tokens) - len(prefix.all_blocks)

@@ -224,6 +224,13 @@ class BlockTransfers:
             if room <= 0 or not self._save_some(room):
                 return
 
+    @property
+    def names_on_way(self) -> set[bytes]:
+        """Names of contents that launched steps fill, that wait to be saved, or that are saved now."""
+        filled = {it.name for number, it in self._filled if number <= self._num_launched}
+        saved = {item.name for transfer in self._saves for item in transfer.items}
+        return filled | saved | self._unsaved.keys()
+
     def _save_some(self, room: int) -> bool:
         """Begin to save up to `room` contents that are all private, or all not; return whether there were any."""
         items, held, private = list[Item](), list[tuple[CacheGroup, int]](), None

@@ -67,6 +67,16 @@ class Rows:
         for piece, end in zip(self.pieces, self._ends, strict=True):
             piece[places_N] = rows_NB[:, end - piece.shape[1] : end]
 
+    def warm_up(self) -> None:
+        """Compile what copies rows, if anything does, while nothing runs: place 0 is copied to itself."""
+        if self._kernel is not None:
+            buffer_NB = torch.empty(
+                1, self.row_bytes, dtype=torch.uint8, device=self.pieces[0].device
+            )
+            self.pack([0], buffer_NB)
+            self.unpack(buffer_NB, [0])
+            check_values(buffer_NB).cpu()
+
     def _on_device(self, places: Sequence[int]) -> torch.Tensor:
         places_N = torch.from_numpy(np.array(places, dtype=np.int64))
         if self._kernel is None:

@@ -72,9 +72,10 @@ class KeeperConfig:
 
 @dataclass(eq=False)
 class _Client:
-    """A connected rank, with the contents that it writes and reads."""
+    """A connected rank, with the contents that it writes and reads. layout: of its contents, once it is known."""
 
     connection: Connection
+    layout: tuple[Any, ...] = ()
     writing: dict[bytes, Entry] = field(default_factory=dict)
     reading: list[Entry] = field(default_factory=list)
     left: bool = False
@@ -159,9 +160,9 @@ class Keeper:
         self, client: _Client, compatibility: bytes, unit_bytes: int, window_blocks: int
     ) -> int:
         """Take the form of contents; another one than before empties the store. Returns the number of units."""
-        layout = compatibility, unit_bytes, window_blocks
+        client.layout = layout = compatibility, unit_bytes, window_blocks
         if layout != self._layout:
-            for other in [it for it in self._clients if it is not client]:
+            for other in [it for it in self._clients if it.layout not in ((), layout)]:
                 self._drop(other)  # it has the old form, and will connect again
             self._layout, self._unit_bytes = layout, unit_bytes
             num_units = self._config.num_bytes // unit_bytes

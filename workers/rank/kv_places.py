@@ -67,6 +67,8 @@ class KVPlaces:
         blocks, states = caches.rows()
         form = compatibility_of({**caches.form, **_model_facts(config)})
         contents = CacheContents(blocks, states, form, caches.device)
+        for rows in (blocks, states):
+            rows.warm_up()
         caches.manager.transfers = BlockTransfers(
             caches.manager.groups,
             config.cache.block_size,
