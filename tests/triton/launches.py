@@ -20,6 +20,7 @@ from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from kernels.routing.device_routing import DeviceRouting, route_on_device
 from tests.triton import launches_four_bit, launches_fp8
 from tests.triton.attention_launches import (
+    copy_pieces_there_and_back,
     decodes,
     expand_fp8,
     latent_decodes,
@@ -42,17 +43,6 @@ from tests.triton.launch_inputs import (
     Inputs,
 )
 from tests.triton.symm_ranks import build_ranks
-
-
-def _copy_pieces(at: Inputs) -> None:
-    """There and back, of words of 8 bytes, as released models have them."""
-    from kernels.triton.copy_pieces import PieceTable, copy_pieces
-
-    pieces = [at.rows(2048).new_zeros(4, 4096, dtype=torch.uint8) for _ in range(3)]
-    table, places = PieceTable.of(pieces), torch.zeros(at.size, dtype=torch.int64)
-    rows = at.rows(1)[:0].new_zeros(at.size, 3 * 4096 + 64 * at.offset, dtype=torch.uint8)
-    for to_rows in (True, False):
-        copy_pieces(table, places.to(at.device), rows, to_rows=to_rows)
 
 
 def _norm(at: Inputs) -> None:
@@ -304,7 +294,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "latents_fp8": partial(latents, fp8=True),
     "latent_decodes": partial(latent_decodes, cut=False),
     "latent_decodes_in_chunks": partial(latent_decodes, cut=True),
-    "copy_pieces": _copy_pieces,
+    "copy_pieces": copy_pieces_there_and_back,
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
     "linear_attention_of_drafts": partial(_linear_attention, prompts=False, drafts=2),

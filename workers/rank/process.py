@@ -109,7 +109,7 @@ class RankProcess:
         self.draft_model: DraftHead | None = None
         self.adapters: AdapterStore | None = None
         self.images: ImageEncoder | None = None
-        self.image_bytes = 0  # of the tower's largest call, and of outputs that are kept
+        self.image_bytes = 0  # of the largest call of the tower, and of the outputs that are kept
         drafting = () if self.draft is None else self.draft.kv_groups
         place = self.selection, self.shape, self.model_config.window, self.device
         self.caches = CacheMemory(config, *place, draft_groups=drafting)
