@@ -185,6 +185,8 @@ def test_a_move_after_a_stager_that_still_runs_is_cancelled(ranks):
     """The thread would write into the memory of the next move."""
     ranks.stagers[1].behaviour = "stall"
     ranks.begin(1, (1, 0))
+    while not ranks.stagers[1].calls:
+        time.sleep(0.0005)
     while not ranks.step(seconds=0.5).move_cancelled:
         pass
     calls = ranks.stagers[1].calls
