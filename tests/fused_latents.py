@@ -53,8 +53,7 @@ def check(
     batch = pages.batch()
     if graph:
         attention.reserve_graphs(graph, graph, 512)
-        (form,) = attention.forms(graph, prompts=False)
-        attention.plan_graph(batch, graph, form)
+        attention.plan_graph(batch, graph, attention.forms(graph, prompts=False)[-1])
     else:
         attention.plan(batch)
     for number, layer in enumerate(layers):
@@ -75,8 +74,7 @@ def check_layer(pages: Pages, layer: FusedRows, out: torch.Tensor) -> None:
         assert calc_diff(found, expected) < 3e-4, (seq, calc_diff(found, expected))
         start += new
     assert torch.count_nonzero(out[start:]) == 0
-    written = layer.cache.view(-1, layer.dims.width)[pages.slots]
-    assert torch.equal(written, layer.new[:start])
+    assert torch.equal(layer.read(pages.slots), layer.new[:start])
 
 
 class _Planned:

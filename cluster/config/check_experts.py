@@ -13,14 +13,15 @@ def check_experts(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[
     """Yield problems of slots and of a saved map that the model or the number of ranks rules out."""
     if model is None:
         return
-    experts, ranks = config.experts, config.cluster.ranks
+    experts = config.experts
+    ranks = min((group.ranks for group in config.pool), default=config.cluster.ranks)
     share = -(-model.num_experts // ranks)
     most = model.num_experts - share
     if experts.redundant_slots > most:
         yield Problem(
             "experts.redundant_slots",
             f"{experts.redundant_slots} slots beside {share} of {model.num_experts} experts; a rank holds no expert "
-            f"twice, so expected at most {most} with {ranks} rank(s) (cluster.ranks)",
+            f"twice, so expected at most {most} with {ranks} rank(s) (cluster.ranks, pool)",
             ("cluster.ranks", "model.path"),
         )
     if experts.map is not None:

@@ -14,6 +14,7 @@ from prometheus_client.core import (
 )
 
 from cluster.metrics.experts import expert_families
+from cluster.metrics.kv_transfer import kv_families
 from cluster.metrics.snapshot import PREFIX, add_histogram
 
 RankStats = Sequence[dict[str, Any]]
@@ -33,6 +34,10 @@ GAUGES = {
         "States of linear attention that the prefix cache keeps.",
     ),
     "state_snapshot_bytes": ("state_snapshot_bytes", "Memory of these states."),
+    "images_waiting": (
+        "num_requests_waiting_for_images",
+        "Requests that wait for the embeddings of their images, of those that wait.",
+    ),
     "adapters_resident": ("lora_adapters_resident", "LoRA adapters in slots of the device."),
     "expert_balancedness": (
         "expert_load_balancedness",
@@ -47,6 +52,8 @@ COUNTERS = {
         "states_restored",
         "Requests that went on from a state in the prefix cache.",
     ),
+    "images_computed": ("images_computed", "Images that the vision tower computed."),
+    "images_found": ("images_found", "Images of requests that the rank had computed before."),
     "adapter_loads": (
         "lora_slot_loads",
         "Copies of a LoRA adapter from host memory into a slot.",
@@ -152,6 +159,7 @@ def rank_families(stats: RankStats, model_name: str) -> Iterator[Metric]:
         for kind, count in values.get("kinds", {}).items():
             kinds.add_metric([*head, *(word.lower() for word in kind)], count)
     yield from (parts, kinds, places, *expert_families(stats, model_name))
+    yield from kv_families(stats, model_name)
     yield from (_info(heads), *_process(heads))
 
 

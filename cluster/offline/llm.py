@@ -165,7 +165,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _with_adapter(self, fields: Fields, adapter: str | Path | None) -> Fields:
+    def _with_adapter(self, fields: dict[str, Any], adapter: str | Path | None) -> dict[str, Any]:
         """Return the fields with an adapter as `model`, which is loaded unless it is there."""
         if adapter is None:
             return fields

@@ -20,6 +20,7 @@ from cluster.supervisor.failures import (
     lost_a_peer,
     of_rank,
 )
+from cluster.supervisor.group_spec import GroupSpec
 from cluster.supervisor.heartbeat import Heartbeats
 from cluster.supervisor.launcher import RankHandle
 from cluster.supervisor.ray_calls import result_future
@@ -39,7 +40,7 @@ PROGRESS_TIMEOUT_S = 0.5
 class Formation:
     """Writes the progress of the stages to `status`.
 
-    name              unique among the groups of the Ray cluster
+    spec              of the group; the groups of a server share the KV in the memory of a node
     start_timeout_s   time of each stage
     leave_timeout_s   time of a rank to leave an epoch
     new_heartbeats    makes the watch of a stage
@@ -50,7 +51,7 @@ class Formation:
 
     def __init__(
         self,
-        name: str,
+        spec: GroupSpec,
         roster: Roster,
         status: GroupStatus,
         *,
@@ -58,7 +59,7 @@ class Formation:
         leave_timeout_s: float,
         new_heartbeats: Callable[[], Heartbeats],
     ):
-        self._name = name
+        self._name, self._store = spec.name, spec.config.serve.app_name
         self._roster = roster
         self._status = status
         self.start_timeout_s = start_timeout_s
@@ -86,7 +87,7 @@ class Formation:
         epoch = self._status.epoch
         name = f"{self._name}-{epoch}-{secrets.token_hex(16)}"
         secret, layout = secrets.token_bytes(32), self.balance.layout
-        rendezvous = Rendezvous(host, port, name, epoch, secret, layout)
+        rendezvous = Rendezvous(host, port, name, epoch, secret, layout, self._store)
         roster.called()
         config = roster.config.model_copy(update={"adapters": self.adapters})
         await self._gather(

@@ -80,7 +80,7 @@ class Group:
             shrink=shrink,
         )
         self._formation = Formation(
-            spec.name,
+            spec,
             self._roster,
             self.status,
             start_timeout_s=start_timeout_s,

@@ -22,12 +22,14 @@ class GraphForm(IntEnum):
     DECODES       any decodes
     NEW_PROMPTS   decodes, and prompts without computed tokens; faster than MIXED
     MIXED         decodes and any prompts
+    DRAFTS        decodes, with drafts behind them or without
     """
 
     EVEN_DECODES = 0
     DECODES = 1
     NEW_PROMPTS = 2
     MIXED = 3
+    DRAFTS = 4
 
 
 class Attention(Backend):
@@ -210,6 +212,10 @@ class GraphAttention(Attention):
         Every address and launch shape equals that of the capture with the same `num_rows` and `form`. K and V of empty
         rows are not written; their output is finite, zero in the forms of decodes.
         """
+
+    def drafts_form(self, num_rows: int) -> GraphForm:
+        """Return the form of a graph of decodes with drafts, where `mixed_graph` is true."""
+        return GraphForm.MIXED
 
     def shorten(self, lens_R: torch.Tensor, slots_R: torch.Tensor) -> None:
         """Compute the decodes of the last `plan_graph` from here on with these lengths, which only the device has.

@@ -30,6 +30,10 @@ class GraphPlanner:
         linear = self.linear_attention
         return self.attention.mixed_graph and (linear is None or linear.mixed_graph)
 
+    def drafts_form(self, num_rows: int) -> GraphForm:
+        """See GraphAttention."""
+        return self.attention.drafts_form(num_rows)
+
     def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
         """See GraphAttention."""
         self.attention.reserve_graphs(max_rows, max_seqs, max_blocks)
@@ -64,6 +68,6 @@ class GraphPlanner:
         """See GraphAttention. prompts: the graph computes prompts; without, a form of several rows has drafts."""
         self.attention.plan_graph(batch, num_rows, form)
         if self.linear_attention is not None:
-            several = form in (GraphForm.NEW_PROMPTS, GraphForm.MIXED)
+            several = form not in (GraphForm.EVEN_DECODES, GraphForm.DECODES)
             drafts = several and not prompts
             self.linear_attention.plan_graph(batch, num_rows, prompts=prompts, drafts=drafts)

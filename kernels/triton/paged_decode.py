@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
 from kernels.triton.decode_merge import Chunks, merge_chunks
-from kernels.triton.fp8_heads import power_of_two
+from kernels.triton.fp8_heads import e4m3_values, packed_words, power_of_two
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 COLUMNS = 8  # fewest columns of a product
@@ -37,37 +36,8 @@ HALF = DecodeForm(64, 2)
 # With 128 registers four programs fit on an SM: 512 programs (128 sequences, 4 KV heads) then run at a time on 132 SMs,
 # not in two rounds, of which the second is short.
 E4M3 = DecodeForm(128, 4, registers=128)
-
-
-@triton.jit
-def _halves(words):
-    """int32 [N, W] -> float16 [N, 4 W], the e4m3 values of each word in order of memory."""
-    a, b, c, d = tl.inline_asm_elementwise(
-        """{
-        .reg .b16 low, high;
-        .reg .b32 first, second;
-        mov.b32 {low, high}, $4;
-        cvt.rn.f16x2.e4m3x2 first, low;
-        cvt.rn.f16x2.e4m3x2 second, high;
-        mov.b32 {$0, $1}, first;
-        mov.b32 {$2, $3}, second;
-        }""",
-        "=h,=h,=h,=h,r",
-        [words],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True,
-        pack=1,
-    )
-    joined = tl.join(tl.join(a, c), tl.join(b, d))
-    return tl.reshape(joined, (words.shape[0], 4 * words.shape[1]))
-
-
-@triton.jit
-def _values(x, dtype):
-    """Return the values of words or of e4m3 in `dtype`."""
-    if x.dtype == tl.int32:
-        x = _halves(x)
-    return x.to(dtype)
+# Programs of one warp, a kernel of its own (kernels.triton.warp_decode_fp8). Not compared on a GPU yet.
+E4M3_WARPS = DecodeForm(32, 1, registers=128)
 
 
 @triton.jit
@@ -145,7 +115,7 @@ def _merge(q, factor, loaded, seen, top, total, out, FP8: tl.constexpr):
     """Return the softmax so far merged with loaded keys."""
     k, v, k_exponent, v_exponent = loaded
     precision: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
-    scores = tl.dot(_values(k, q.dtype), q, input_precision=precision) * factor[None, :]
+    scores = tl.dot(e4m3_values(k, q.dtype), q, input_precision=precision) * factor[None, :]
     if FP8:
         scores *= power_of_two(k_exponent)[:, None]
         scores += (v_exponent - 127).to(tl.float32)[:, None]
@@ -158,7 +128,7 @@ def _merge(q, factor, loaded, seen, top, total, out, FP8: tl.constexpr):
         total = total * decay + tl.sum(weights * power_of_two(254 - v_exponent)[:, None], 0)
     else:
         total = total * decay + tl.sum(weights, 0)
-    v_dN, weights = _values(v, q.dtype).T, weights.to(q.dtype)
+    v_dN, weights = e4m3_values(v, q.dtype).T, weights.to(q.dtype)
     out = tl.dot(v_dN, weights, out * decay[None, :], input_precision=precision)
     return new_top, total, out
 
@@ -280,9 +250,14 @@ def paged_decode(
     if not num_rows:
         return
     form = form or (E4M3 if exponents else HALF)
-    # The interpreter knows no assembly.
-    if exponents and head_dim % 4 == 0 and not knobs.runtime.interpret:
-        k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
+    if form == E4M3_WARPS:
+        from kernels.triton.warp_decode_fp8 import warp_decode_fp8
+
+        assert sinks_H is None, "single warps serve no sinks"
+        warp_decode_fp8(q_RHd, caches, out_RHd, chunks, scale=scale)
+        return
+    if exponents:
+        k_cache, v_cache = packed_words(k_cache), packed_words(v_cache)
     partial, lse = out_RHd, out_RHd
     if chunks.cut:
         partial = q_RHd.new_empty(num_chunks, num_heads, head_dim, dtype=torch.float32)

@@ -1,5 +1,7 @@
 """Model folders with the layer sizes of published models, whole or cut to a few layers, for random weights."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,18 @@ QWEN3_30B: dict[str, Any] = {  # of configs/models/qwen3-30b-a3b, for its FP8 re
     "rope_theta": 1_000_000.0,
     "tie_word_embeddings": False,
 }
+QWEN3_6_VISION: dict[str, Any] = {  # the tower of Qwen3.6-35B-A3B
+    "depth": 27,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "in_channels": 3,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
 SHAPES = {
     "qwen3-30b-a3b": QWEN3_30B,
     "deepseek-v3": DEEPSEEK_V3,
@@ -162,3 +176,23 @@ def model_folder(
         sizes["quantization_config"] = QUANTIZATIONS[quantization]
         name += f"-{quantization}"
     return make_checkpoint(parent / name, weights=False, **sizes)
+
+
+def with_tower(folder: Path, tower: Mapping[str, Any], sections: list[int]) -> Path:
+    """Give the folder of a `qwen3_5_moe_text` a vision tower, as releases have it; return the folder.
+
+    sections   pairs of a head that turn by time, row and column
+    """
+    file = folder / "config.json"
+    text = json.loads(file.read_text(encoding="utf-8"))
+    text["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
+    whole = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "tie_word_embeddings": False,
+        "vision_config": {**tower, "out_hidden_size": text["hidden_size"]},
+    }
+    if (quantization := text.pop("quantization_config", None)) is not None:
+        whole["quantization_config"] = quantization
+    file.write_text(json.dumps(whole | {"text_config": text}, indent=2) + "\n", encoding="utf-8")
+    return folder

@@ -95,6 +95,28 @@ def _client() -> Iterator[str]:
         )
 
 
+def configuration() -> Iterator[str]:
+    """The host's time in steps with drafts, and drafts of copied text on a CPU."""
+    found = load("cpu-speculation")
+    host, ratios = found["host"], {(it["load"], it["in_flight"]): it for it in found["loads"]}
+    assert found["clean_tree"] and host["clean_tree"]
+    assert not any(pair["different"] for it in found["loads"] for pair in it["pairs"])
+    for one in host["steps"]:
+        times = (one[side]["ahead"] for side in ("off", "on"))
+        both = f"{one['ahead_ratio']:.1f}", f"{one['host_ratio']:.1f}"
+        yield row(one["in_flight"], *(f"{time:.2f}" for time in times), *both)
+    (schema,) = host["schema"]
+    assert schema["in_flight"] == 64
+    yield f"With one of 64 sequences under a JSON schema the host took {schema['ahead_ratio']:.2f} times as long"
+    repeats, others = (
+        [ratios[kind, number]["ratio"] for number in (1, 8)] for kind in ("repeating", "random")
+    )
+    yield (
+        f"{repeats[0]:.1f} and {repeats[1]:.1f} times the tokens per second of CPU time with 1 and 8 in flight, "
+        f"{others[0]:.2f} and {others[1]:.2f} times for random prompts"
+    )
+
+
 def models() -> Iterator[str]:
     """A KV cache in FP8."""
     texts = load("kv-precision")["texts"]

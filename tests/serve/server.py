@@ -173,7 +173,7 @@ def free_port() -> int:
             return port
 
 
-def write_config(folder: Path, checkpoint: Path, port: int, **sections: dict) -> Path:
+def write_config(folder: Path, checkpoint: Path, port: int, **sections: dict | list) -> Path:
     """A YAML for `checkpoint` on `port`."""
     values = {
         "model": {"path": str(checkpoint), "max_model_len": 512},
@@ -183,7 +183,7 @@ def write_config(folder: Path, checkpoint: Path, port: int, **sections: dict) ->
         "serve": {"port": port, "model_name": "tiny", "stats_fresh_s": 0},
     }
     for name, changes in sections.items():
-        values[name] = {**values.get(name, {}), **changes}
+        values[name] = {**values.get(name, {}), **changes} if isinstance(changes, dict) else changes
     path = folder / "server.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
@@ -197,7 +197,7 @@ def running(
     start_timeout_s: float = START_TIMEOUT_S,
     meanwhile: Callable[[Server], None] = lambda server: None,
     joins: Server | None = None,
-    **sections: dict,
+    **sections: dict | list,
 ) -> Iterator[Server]:
     """A ready server; stopped at the end whatever happens. `meanwhile` runs while it starts.
 

@@ -1,8 +1,11 @@
-"""Launches of the Triton kernels of attention. B sequences."""
+"""Launches of the Triton kernels of attention and of its caches. B sequences."""
 
 import torch
 
-from tests.triton.launch_inputs import HEAD_DIM, HEADS, Inputs
+from kernels.attention.fp8_pages import Fp8Pages
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.kv_layout import layout_of
+from tests.triton.launch_inputs import BLOCK, HEAD_DIM, HEADS, Inputs
 
 
 def list_pages(at: Inputs, *, padded: bool) -> None:
@@ -64,6 +67,56 @@ def decodes(at: Inputs, *, cut: bool, sinks: bool = True, fp8: bool = False) -> 
     paged_decode(q, caches, torch.empty_like(q), chunks, **options)
 
 
+def latents(at: Inputs, *, fp8: bool) -> None:
+    """Of a projection that holds q too, as it is without a latent of q, stored; and keys of several chunks, merged."""
+    from kernels.triton.expand_keys import expand_keys
+    from kernels.triton.merge_attention import merge_attention
+    from kernels.triton.read_latents import read_latents
+    from kernels.triton.store_latents import store_latents
+
+    rank, rope, nope = 512, 64, 128
+    down, weight = at.rows(HEADS * (nope + rope) + rank + rope), at.rows(rank).new_ones(rank)
+    q, latent = down.split([HEADS * (nope + rope), rank + rope], 1)
+    rotation = at.rows(1, rope // 2, dtype=torch.complex64)
+    heads = q.view(at.size, HEADS, nope + rope)
+    caches = at.latents(fp8=fp8)
+    store_latents(heads, latent, weight, 1e-6, rotation, at.slice(), *caches)
+    if fp8:
+        read_latents(caches, at.slice())
+    expand_keys(at.rows(HEADS, 2 * nope), latent[:, rank:], nope)
+    rows, lse = at.rows(HEADS, nope), at.rows(HEADS, dtype=torch.float32)
+    merge_attention(rows, lse, rows.clone(), lse.clone())
+
+
+def latent_decodes(at: Inputs, *, cut: bool, num_heads: int = HEADS) -> None:
+    """Decodes over latents in e4m3; queries have the strides of a product of each head."""
+    from kernels.triton.decode_merge import Chunks
+    from kernels.triton.latent_decode import latent_decode
+
+    caches = at.latents(fp8=True)
+    q, rope = at.rows(num_heads, 512), at.rows(num_heads, 192)[..., 128:]
+    of_heads = q.view(num_heads, at.size, 512).transpose(0, 1)
+    parts = (at.size, at.size, at.size, at.size + 1)
+    whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
+    chunks = Chunks(*whole[at.offset :].split(parts), at.slice(at.size), cut)
+    latent_decode(of_heads, rope, caches, torch.empty_like(q), chunks, scale=0.1)
+
+
+def warp_decodes(at: Inputs, *, cut: bool) -> None:
+    """Decodes of 8 query heads of 128 values for each KV head, by single warps."""
+    from kernels.triton.decode_merge import Chunks
+    from kernels.triton.paged_decode import E4M3_WARPS, paged_decode
+
+    spec = AttentionSpec(8 * HEADS, HEADS, 128, 1.0, fp8_cache=True)
+    cache = torch.zeros(layout_of(spec).shape(4, BLOCK), dtype=torch.uint8, device=at.device)
+    q, parts = at.rows(8 * HEADS, 128), (at.size, at.size, at.size, at.size + 1)
+    whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
+    chunks = Chunks(*whole[at.offset :].split(parts), at.slice(at.size), cut)
+    options = {"scale": 0.1, "sinks_H": None, "form": E4M3_WARPS}
+    caches = Fp8Pages(cache, spec, BLOCK).tensors
+    paged_decode(q, caches, torch.empty_like(q), chunks, **options)
+
+
 def prompts(at: Inputs, *, window: int | None, fp8: bool = False) -> None:
     from kernels.triton.paged_attention import paged_attention
 
@@ -79,3 +132,14 @@ def prompts(at: Inputs, *, window: int | None, fp8: bool = False) -> None:
         sinks_H=None,
         exponents=exponents,
     )
+
+
+def copy_pieces_there_and_back(at: Inputs) -> None:
+    """There and back, of words of 8 bytes, as released models have them."""
+    from kernels.triton.copy_pieces import PieceTable, copy_pieces
+
+    pieces = [at.rows(2048).new_zeros(4, 4096, dtype=torch.uint8) for _ in range(3)]
+    table, places = PieceTable.of(pieces), torch.zeros(at.size, dtype=torch.int64)
+    rows = at.rows(1)[:0].new_zeros(at.size, 3 * 4096 + 64 * at.offset, dtype=torch.uint8)
+    for to_rows in (True, False):
+        copy_pieces(table, places.to(at.device), rows, to_rows=to_rows)

@@ -42,6 +42,8 @@ LARGE = (
     "push_rows_kernel",
     "push_sums_kernel",
     "paged_decode_kernel",
+    "latent_decode_kernel",
+    "warp_decode_fp8_kernel",
 )
 
 

@@ -20,17 +20,20 @@ from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from kernels.routing.device_routing import DeviceRouting, route_on_device
 from tests.triton import launches_four_bit, launches_fp8
 from tests.triton.attention_launches import (
+    copy_pieces_there_and_back,
     decodes,
     expand_fp8,
+    latent_decodes,
+    latents,
     list_pages,
     norm_rotate_store,
     prompts,
     store_fp8,
     store_kv,
+    warp_decodes,
 )
 from tests.triton.device import DEVICE, FOR_HOPPER
 from tests.triton.launch_inputs import (
-    BLOCK,
     EXPERTS,
     HEAD_DIM,
     HEADS,
@@ -40,24 +43,6 @@ from tests.triton.launch_inputs import (
     Inputs,
 )
 from tests.triton.symm_ranks import build_ranks
-
-
-def _latents(at: Inputs) -> None:
-    """Of a projection that holds q too, as it is without a latent of q, stored; and keys of several chunks, merged."""
-    from kernels.triton.expand_keys import expand_keys
-    from kernels.triton.merge_attention import merge_attention
-    from kernels.triton.store_latents import store_latents
-
-    rank, rope, nope = 512, 64, 128
-    down, weight = at.rows(HEADS * (nope + rope) + rank + rope), at.rows(rank).new_ones(rank)
-    q, latent = down.split([HEADS * (nope + rope), rank + rope], 1)
-    rotation, cache = at.rows(1, rope // 2, dtype=torch.complex64), at.rows(1)[:0]
-    cache = cache.new_zeros(4, BLOCK, rank + rope)
-    heads = q.view(at.size, HEADS, nope + rope)
-    store_latents(heads, latent, weight, 1e-6, rotation, at.slice(), cache)
-    expand_keys(at.rows(HEADS, 2 * nope), latent[:, rank:], nope)
-    rows, lse = at.rows(HEADS, nope), at.rows(HEADS, dtype=torch.float32)
-    merge_attention(rows, lse, rows.clone(), lse.clone())
 
 
 def _norm(at: Inputs) -> None:
@@ -120,6 +105,20 @@ def _linear_attention(
     gated_rms_norm(out, gate, weight.view(-1)[:HEAD_DIM], 1e-6)
     heads = whole[at.offset :, :256].unflatten(1, (2, 128))
     gated_rms_norm_fp8(heads.contiguous(), heads, gates.new_zeros(128), 1e-6)
+
+
+def _handover(at: Inputs) -> None:
+    """Gates, states and tails of prompts around a library's kernel."""
+    from kernels.triton.delta_handover import read_states, store_tails, token_gates, write_states
+
+    whole = torch.zeros(at.offset + at.size, 72, dtype=torch.bfloat16, device=at.device)
+    mixed, a, b = whole[at.offset :].split([64, HEADS, HEADS], 1)
+    gates = torch.zeros(HEADS, device=at.device)
+    token_gates(a, b, gates, gates)
+    pool = torch.zeros(2, HEADS, HEAD_DIM, HEAD_DIM, device=at.device)
+    write_states(pool, at.slice(), read_states(pool, at.slice()))
+    starts = torch.zeros(at.size + 1, dtype=torch.int64, device=at.device)
+    store_tails(mixed, starts, at.slice(), mixed.new_zeros(2, 3, 64))
 
 
 def _route(at: Inputs, *, on_device: bool) -> None:
@@ -291,7 +290,11 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "norm_rotate_store_fp8": partial(norm_rotate_store, norm=True, rotary_dim=HEAD_DIM, fp8=True),
     "rotate_store": partial(norm_rotate_store, norm=False, rotary_dim=HEAD_DIM),
     "rotate_part_store": partial(norm_rotate_store, norm=False, rotary_dim=HEAD_DIM // 2),
-    "latents": _latents,
+    "latents": partial(latents, fp8=False),
+    "latents_fp8": partial(latents, fp8=True),
+    "latent_decodes": partial(latent_decodes, cut=False),
+    "latent_decodes_in_chunks": partial(latent_decodes, cut=True),
+    "copy_pieces": copy_pieces_there_and_back,
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
     "linear_attention_of_drafts": partial(_linear_attention, prompts=False, drafts=2),
@@ -300,6 +303,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
         _linear_attention, prompts=False, states="bfloat16"
     ),
     "linear_attention_of_prompts_bf16": partial(_linear_attention, prompts=True, states="bfloat16"),
+    "linear_attention_handed_over": _handover,
     "gates": _gates,
     "route": partial(_route, on_device=False),
     "route_in_graphs": partial(_route, on_device=True),
@@ -326,6 +330,8 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "decodes_in_chunks": partial(decodes, cut=True),
     "decodes_fp8": partial(decodes, cut=False, sinks=False, fp8=True),
     "decodes_fp8_in_chunks": partial(decodes, cut=True, sinks=False, fp8=True),
+    "decodes_fp8_by_warps": partial(warp_decodes, cut=False),
+    "decodes_fp8_by_warps_in_chunks": partial(warp_decodes, cut=True),
     "prompts_fp8": partial(prompts, window=None, fp8=True),
     "prompts": partial(prompts, window=None),
     "prompts_with_a_window": partial(prompts, window=128),
@@ -363,6 +369,21 @@ def _decode_programs() -> list[int]:
     return [PROGRAMS_PER_SM] * 4
 
 
+def _warp_decode_programs() -> list[int]:
+    from kernels.triton.warp_decode_fp8 import PROGRAMS_PER_SM
+
+    for cut in (False, True):
+        warp_decodes(Inputs(DEVICE, 16, 0), cut=cut)
+    return [PROGRAMS_PER_SM] * 2
+
+
+def _latent_decode_programs() -> list[int]:
+    """Launch decodes over latents of 16 and of more heads; a program has an SM alone."""
+    for num_heads in (16, 20):
+        latent_decodes(Inputs(DEVICE, 16, 0), cut=True, num_heads=num_heads)
+    return [1, 1]
+
+
 LAUNCHES: dict[str, Callable[[], list[int]]] = {
     **{f"{rows}_rows_an_expert": partial(_tiles, rows) for rows in (0.25, 8, 40, 80, 400, 1000)},
     "1000_rows_an_expert_with_gelu": partial(_tiles, 1000, "gelu"),
@@ -374,4 +395,6 @@ LAUNCHES: dict[str, Callable[[], list[int]]] = {
     "push_fp8_on_8_sms": partial(_pushes, 4, 8, fp8=True),
     **{f"push_on_{sms}_sms": partial(_pushes, 4, sms) for sms in (8, 32)},
     "decodes": _decode_programs,
+    "latent_decodes": _latent_decode_programs,
+    "decodes_by_warps": _warp_decode_programs,
 }

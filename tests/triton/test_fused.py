@@ -150,7 +150,10 @@ def test_norm_rotate(heads: int, head_dim: int, dtype: torch.dtype):
 
 @pytest.mark.parametrize(
     ("head_dim", "rotary_dim", "norm", "dtype"),
-    in_turn(3, [64, 80], [0, 16, 32, 48, 64], [True, False], DTYPES),
+    [
+        *in_turn(3, [64, 80], [0, 16, 32, 48, 64], [True, False], DTYPES),
+        (72, 72, False, torch.bfloat16),  # of a vision tower
+    ],
 )
 def test_norm_and_rotation_are_optional(
     head_dim: int, rotary_dim: int, norm: bool, dtype: torch.dtype

@@ -19,6 +19,7 @@ CLAIMS: dict[str, tuple[Claims, ...]] = {
     "docs/backends.md": (constants.backends,),
     "docs/bench.md": (pages.bench, constants.bench),
     "docs/cluster.md": (constants.cluster,),
+    "docs/configuration.md": (pages.configuration,),
     "docs/experiments.md": (experiments.claims,),
     "docs/models.md": (pages.models, constants.models),
     "docs/offline.md": (pages.offline, constants.offline),

@@ -159,6 +159,37 @@ def test_outputs_that_are_read_after_an_abort_are_not_published():
     assert run.tokens["a"] == published and not run.engine.failed
 
 
+@pytest.mark.parametrize("num_steps", range(1, 6))
+def test_an_abort_before_late_draws_forgets_what_their_step_was_to_write(num_steps):
+    """One request draws late, while another computes its prompt in chunks of a block, which are found at once."""
+    prompt = [number % VOCAB for number in range(22)]
+    whole = Run(True, 64)
+    whole.submit("b", prompt)
+    whole.finish()
+    run = Run(True, 64, {"max_num_batched_tokens": 1 + BLOCK})
+    run.submit("a", [3], max_tokens=30, presence_penalty=0.5)
+    run.engine.step()
+    run.submit("b", prompt)
+    for _ in range(num_steps):
+        run.engine.step()
+    (launched,) = run.engine._in_flight
+
+    def end_by_abort() -> StepOutput:
+        run.engine.discard_outputs()
+        return launched.output.wait()
+
+    run.engine._in_flight[0] = replace(launched, output=Pending(end_by_abort))
+    with pytest.raises(AbortedError):
+        run.engine.step()
+    assert run.runner.late_draws == num_steps, "the last was aborted"
+    run.runner.model.spoil(2)
+    run.engine.close()
+    again = Run(True, 64, before=run)
+    again.submit("b", prompt)
+    again.finish()
+    assert again.tokens["b"] == whole.tokens["b"]
+
+
 class Caches:
     """What an epoch leaves to the next one."""
 

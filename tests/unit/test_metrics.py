@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.metrics import kv_transfer
 from cluster.metrics.metrics import FAMILIES, GAUGES, IngressMetrics
 from cluster.metrics.ranks import COUNTERS, HISTOGRAMS
 from cluster.metrics.ranks import GAUGES as RANK_GAUGES
@@ -18,6 +19,10 @@ from workers.stats.expert_counts import LayerRows
 from workers.stats.stats import EngineStats
 
 EVEN = "phalanx:expert_layer_balancedness"
+KV_KEYS = [
+    *(*kv_transfer.GAUGES, *kv_transfer.COUNTERS),
+    *(key for _, _, keys in kv_transfer.BY_LABEL.values() for key in keys.values()),
+]
 RANK_STATS = {
     "running": 3,
     "waiting": 2,
@@ -29,6 +34,9 @@ RANK_STATS = {
     "state_snapshots": 7,
     "state_snapshot_bytes": 7000,
     "states_restored": 8,
+    "images_waiting": 1,
+    "images_computed": 14,
+    "images_found": 15,
     "adapters_resident": 2,
     "adapter_loads": 13,
     "prompt_tokens": 60,
@@ -50,6 +58,7 @@ RANK_STATS = {
     "expert_moves_cancelled": 1,
     "stale_messages": 2,
     "expert_balancedness": 0.5,
+    **{key: 10 + place for place, key in enumerate(KV_KEYS)},
     "step_seconds": {"forward": 1.5, "vote": 0.5},
     "kinds": {("DECODE", "DECODE", "False"): 7, ("IDLE", "NONE", "True"): 2},
     "histograms": {
@@ -75,6 +84,7 @@ def filled_metrics() -> IngressMetrics:
     metrics.observe_first_token(0.2)
     metrics.observe_inter_token(0.01)
     metrics.observe_end("stop")
+    metrics.observe_prompt("prefill")
     metrics.observe_finished(
         num_prompt_tokens=5, num_output_tokens=3, first_token_s=0.2, total_s=0.5
     )
@@ -158,6 +168,18 @@ def test_every_rank_statistic_appears_by_rank():
     even = found["phalanx:expert_layer_balancedness"]
     assert even == {label(layer="1"): 1, label(layer="2"): 1}  # layer 0 has no experts
     assert found["phalanx:expert_step_imbalance"] == {label(): 1}
+
+
+def test_kv_outside_the_devices_by_rank():
+    found = two_ranks()
+    for table, suffix in ((kv_transfer.GAUGES, ""), (kv_transfer.COUNTERS, "_total")):
+        for key, (name, _) in table.items():
+            assert found[f"phalanx:{name}{suffix}"][label(rank="1")] == RANK_STATS[key]
+    for name, (_, kind, keys) in kv_transfer.BY_LABEL.items():
+        children = found[f"phalanx:{name}_total"]
+        assert len(children) == 2 * len(keys)
+        for value, key in keys.items():
+            assert children[label(rank="0", **{kind: value})] == RANK_STATS[key]
 
 
 def test_the_balance_of_experts_is_that_of_the_same_steps_of_all_ranks():

@@ -49,6 +49,13 @@ def test_requests_spread_over_the_ranks_of_both_groups() -> None:
     run(scenario())
 
 
+def test_ranks_of_each_group_take_turns_when_a_request_visits_two_groups():
+    router = Router([2, 3])
+    picks = [(router.pick([0], 0, groups=[0]), router.pick([0], 0, groups=[1])) for _ in range(6)]
+    assert [first for first, _ in picks] == [0, 1] * 3
+    assert [second for _, second in picks] == [2, 3, 4] * 2
+
+
 def test_a_group_that_fails_ends_its_own_requests_alone() -> None:
     async def scenario() -> None:
         async with scene() as now:
@@ -143,7 +150,7 @@ def test_a_drain_of_one_group_ends_it_after_its_requests() -> None:
                 await answer(now, B, f"n{number}", 0, finish=True)
             await answer(now, B, "y", 1, finish=True)
             await asyncio.gather(lives, *new)
-            with pytest.raises(BadRequestError, match="no other group serves than 'b'"):
+            with pytest.raises(BadRequestError, match="no other group answers than 'b'"):
                 await now.client.drain(60.0, "b")
 
     run(scenario())

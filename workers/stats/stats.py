@@ -111,13 +111,15 @@ class EngineStats:
 
     def record_idle(self, scheduler: Scheduler) -> None:
         """Update the gauges."""
+        images = scheduler.images.gauges() if scheduler.images else {}
         self._gauges = {
             "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
+            "waiting": len(scheduler.waiting) + images.get("images_waiting", 0),
             "preemptions": scheduler.num_preemptions,
             "invalid_logits": scheduler.num_invalid,
             **scheduler.cache.gauges(),
             **(scheduler.adapters.gauges() if scheduler.adapters else {}),
+            **images,
         }
 
     def snapshot(self) -> dict[str, Any]:

@@ -96,6 +96,10 @@ class UBatchWrapper:
         forms = first.forms(num_rows // self.num_ubatches, prompts=prompts)
         return forms if prompts else forms[-1:]
 
+    def drafts_form(self, num_rows: int) -> GraphForm:
+        """See GraphAttention."""
+        return self._graph_planners()[0].drafts_form(num_rows)
+
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
         """Return the form that serves all ubatches of the batch."""
         general = self.forms(num_rows, prompts=prompts)[-1]

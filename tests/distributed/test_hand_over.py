@@ -1,0 +1,164 @@
+"""A prompt computed by one engine and continued by another one: the same tokens, and little computed twice."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.distributed.engine_harness import make_request, rank_config
+from tests.family_cases import SAME_MODEL, VARIANTS, family_checkpoint
+from workers.kv_transfer.keeper_client import KeeperClient
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
+from workers.rank.rank_info import Rendezvous
+from workers.wire.request import EngineRequest, RequestOutput
+
+BLOCK, PROMPT, NEW = 8, 203, 12
+FAMILIES = [family for family in VARIANTS if family not in SAME_MODEL]
+FAST = ("qwen3_moe", "gpt_oss", "qwen3_next")
+
+
+class Side:
+    """An engine of one rank, which is stepped here."""
+
+    def __init__(self, epoch: Epoch):
+        self.epoch = epoch
+        self.outputs: list[RequestOutput] = []
+        epoch.start_engine(lambda _, outputs: self.outputs.extend(outputs), lambda step: None)
+
+    def run(self, request: EngineRequest) -> list[RequestOutput]:
+        """The outputs of a request until its end."""
+        self.outputs.clear()
+        self.epoch.engine.submit(request)
+        deadline = time.monotonic() + 20
+        while not any(output.finish_reason for output in self.outputs):
+            assert time.monotonic() < deadline, self.outputs
+            if self.epoch.engine.step().sleeps:
+                self.epoch.engine._must_vote()  # what a sleeping loop does when it is woken
+        return [output for output in self.outputs if not output.begins]
+
+    def gauge(self, name: str) -> float:
+        return self.epoch.engine.scheduler.cache.gauges().get(name, 0)
+
+
+@contextmanager
+def sides(checkpoint: Path, count: int, **cache: object) -> Iterator[list[Side]]:
+    """Engines of one rank each, which share the memory of their node if there is some."""
+    config = rank_config(
+        checkpoint, 1, model={"max_model_len": 320}, cache={"block_size": BLOCK, **cache}
+    )
+    with ExitStack() as stack:
+        made = []
+        for number in range(count):
+            process = RankProcess(0, config)
+            stack.callback(process.close)
+            name = f"{checkpoint}-{number}"
+            epoch = Epoch(process, Rendezvous("", 0, name, store=str(checkpoint)), 30)
+            epoch.load()
+            made.append(Side(epoch))
+            assert process.kv_places.wait_ready(20)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return family_checkpoint(tmp_path_factory.mktemp("hand-over"), "qwen3_moe", "untied")
+
+
+PROMPT_IDS = [(7 * number * number + 3) % 200 for number in range(PROMPT)]
+
+
+def first_part(name: str = "x") -> EngineRequest:
+    return replace(make_request(name, PROMPT_IDS, max_tokens=1), hands_over=True)
+
+
+def rest_behind(tokens: list[int], name: str = "x~2") -> EngineRequest:
+    return replace(make_request(name, PROMPT_IDS, max_tokens=NEW), emitted_token_ids=tokens)
+
+
+def ids_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in FAST else pytest.param(family, marks=pytest.mark.exhaustive)
+        for family in FAMILIES
+    ],
+)
+def test_another_engine_goes_on_behind_the_prompt(tmp_path: Path, family: str) -> None:
+    checkpoint = family_checkpoint(tmp_path, family, "untied")
+    sampled = {"temperature": 0.8, "seed": 5}
+    with sides(checkpoint, 1) as (alone,):
+        expected = ids_of(alone.run(make_request("whole", PROMPT_IDS, max_tokens=NEW, **sampled)))
+    with sides(checkpoint, 2, host_memory_gib=0.02) as (first, second):
+        part = make_request("x", PROMPT_IDS, max_tokens=1, **sampled)
+        token, end = first.run(replace(part, hands_over=True))
+        assert (token.token_ids, token.finish_reason) == (expected[:1], None)
+        assert (end.token_ids, end.finish_reason) == ([], "length") and end.times is not None
+        rest = make_request("x~2", PROMPT_IDS, max_tokens=NEW, **sampled)
+        found = second.run(replace(rest, emitted_token_ids=token.token_ids))
+        assert token.token_ids + ids_of(found) == expected
+        assert second.gauge("kv_restored_host") >= PROMPT // BLOCK * BLOCK - 64
+        assert not first.epoch.engine.open_requests.ids_of_ingress("test")
+
+
+def test_without_host_memory_an_end_waits_for_nothing(checkpoint: Path) -> None:
+    with sides(checkpoint, 1) as (alone,):
+        (output,) = alone.run(first_part())
+        assert output.finish_reason == "length" and len(output.token_ids) == 1
+        assert not alone.epoch.engine.open_requests.ids_of_ingress("test")
+
+
+def test_every_loss_between_both_sides_costs_time_alone(checkpoint: Path) -> None:
+    """The prefill side ends, or the keeper, or nothing was handed over: the same tokens."""
+    with sides(checkpoint, 1) as (alone,):
+        expected = ids_of(alone.run(make_request("whole", PROMPT_IDS, max_tokens=NEW)))
+    with sides(checkpoint, 2, host_memory_gib=0.02) as (first, second):
+        tokens = ids_of(first.run(first_part()))
+        first.epoch.process.close()  # the prefill group ends between the two parts
+        assert tokens + ids_of(second.run(rest_behind(tokens))) == expected
+        assert second.gauge("kv_restored_host") > 0
+    with sides(checkpoint, 2, host_memory_gib=0.02) as (first, second):
+        tokens = ids_of(first.run(first_part()))
+        keeper = keeper_of(second)
+        keeper.kill()
+        keeper.wait(10)
+        assert tokens + ids_of(second.run(rest_behind(tokens))) == expected
+        again = ids_of(first.run(first_part("y")))
+        assert again == tokens, "without a keeper an end is not held back for ever"
+
+
+def test_an_abort_in_the_middle_of_a_hand_over_leaves_nothing(checkpoint: Path) -> None:
+    with sides(checkpoint, 1, host_memory_gib=0.02) as (side,):
+        engine = side.epoch.engine
+        engine.submit(first_part())
+        while not any(output.token_ids for output in side.outputs):
+            engine.step()
+        assert not any(output.finish_reason for output in side.outputs)
+        engine.abort("x")
+        engine.step()
+        deadline = time.monotonic() + 20
+        while engine.scheduler.cache.names_on_way:
+            assert time.monotonic() < deadline
+            engine._must_vote()
+        engine._must_vote()
+        assert not any(output.finish_reason for output in side.outputs)
+        assert not engine.open_requests.ids_of_ingress("test")
+        engine.scheduler.check_integrity()
+
+
+def keeper_of(side: Side) -> psutil.Process:
+    """The process that keeps the memory of the node."""
+    tier = side.epoch.process.kv_places._host
+    assert tier is not None
+    client = KeeperClient(tier._config)
+    try:
+        return psutil.Process(client._ask("attach")["pid"])
+    finally:
+        client.close()

@@ -1,0 +1,91 @@
+"""A server with a prefill and a decode group: the answers of one group, while ranks of either side are killed."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.server import Server, running
+
+pytestmark = pytest.mark.exhaustive
+PROMPT, NEW = 600, 24
+
+
+def ask(server: Server, number: int, **headers: str) -> list[int]:
+    """The tokens of the answer to prompt `number`."""
+    body = {
+        "prompt": [(number * 31 + 7 * i * i) % 200 for i in range(PROMPT)],
+        "max_tokens": NEW,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "cache_salt": headers.pop("salt", "") or None,
+    }
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    tokens: list[int] = choice["token_ids"]
+    assert len(tokens) == NEW
+    return tokens
+
+
+def prompts_by_place(server: Server) -> dict[str, float]:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith("phalanx:prompts_by_place_total{")]
+    return {line.split('place="')[1].split('"')[0]: float(line.split()[-1]) for line in found}
+
+
+def computed(server: Server) -> list[float]:
+    """Tokens that each rank has computed."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    name = "phalanx:iteration_tokens_total_sum{"
+    return [float(line.split()[-1]) for line in lines if line.startswith(name)]
+
+
+def all_at_once(work: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=each) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_answers_do_not_depend_on_the_pool_or_on_deaths_in_it(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    sections = {
+        "model": {"max_model_len": 2048},
+        "cluster": {"ranks": 2, "device": "cpu"},
+        "cache": {"num_blocks": 1024, "host_memory_gib": 0.1},
+        "pool": [{"role": "prefill", "ranks": 1}, {"role": "decode", "ranks": 1}],
+    }
+    with running(tmp_path, checkpoint, **sections) as server:
+        whole = [ask(server, n, salt="whole", **{"X-data-parallel-rank": "1"}) for n in range(12)]
+        ask(server, 99)  # the memory of the node is ready
+        before = computed(server)
+        assert [ask(server, n) for n in range(3)] == whole[:3]
+        apart = [now - then for now, then in zip(computed(server), before, strict=True)]
+        assert apart[0] >= 3 * PROMPT and apart[1] < PROMPT, "the decode rank computed the prompts"
+        assert prompts_by_place(server)["prefill"] == 4
+
+        found: dict[int, list[int]] = {}
+        for first, victim in ((3, 0), (6, 1)):
+            slowest: list[float] = []
+
+            def one(number: int, slowest: list[float] = slowest) -> None:
+                started = time.monotonic()
+                found[number] = ask(server, number)
+                slowest.append(time.monotonic() - started)
+
+            def kill(victim: int = victim) -> None:
+                time.sleep(0.05)
+                server.ranks()[victim].kill()
+
+            all_at_once([*(lambda n=n: one(n) for n in range(first, first + 3)), kill])  # type: ignore[misc]
+            assert max(slowest) < 40, "a stream hangs"
+        assert [found[n] for n in range(3, 9)] == whole[3:9]
+        assert [ask(server, n) for n in range(9, 12)] == whole[9:]
+        server.wait_free(10.0)

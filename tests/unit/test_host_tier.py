@@ -1,0 +1,75 @@
+"""The host tier of a CPU: bytes come back equal or not at all, whatever ends meanwhile."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.kv_tier_case import LAYOUTS, TierCase, damaged_rows, there_and_back, tier_case
+from workers.kv_transfer.connector import Transfer
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_contents_there_and_back(layout):
+    with tier_case("cpu", layout) as case:
+        there_and_back(case)
+
+
+def test_damaged_rows_are_not_used():
+    with tier_case("cpu", "heads") as case:
+        damaged_rows(case)
+
+
+def keeper_pid(case: TierCase) -> int:
+    client = case.tier._client
+    assert client is not None
+    inode = f"@phalanx-kv-{case.tier._config.name}"
+    assert inode in Path("/proc/net/unix").read_text()
+    return int(client._ask("attach")["pid"])
+
+
+def test_a_killed_keeper_costs_its_contents_and_no_more(monkeypatch):
+    monkeypatch.setattr("workers.kv_transfer.host_tier.RETRY_S", 0.1)
+    with tier_case("cpu", "heads") as case:
+        items = case.blocks([0, 1, 2])
+        case.run(Transfer(items), load=False)
+        os.kill(keeper_pid(case), signal.SIGKILL)
+        assert case.run(Transfer(items), load=True).done == set()
+        assert case.tier.counts()["lost"] >= 1
+        for _ in range(500):
+            if case.tier.wait_ready(0.02):
+                break
+        assert case.run(Transfer(items), load=True).done == set()
+        assert case.run(Transfer(items), load=False).done == {item.name for item in items}
+        assert case.run(Transfer(items), load=True).done == {item.name for item in items}
+
+
+def test_forgotten_contents_are_not_found_and_not_saved_late():
+    with tier_case("cpu", "heads") as case:
+        items = case.blocks([0, 1, 2])
+        case.run(Transfer(items), load=False)
+        case.tier.forget([items[1].name])
+        assert case.run(Transfer(items), load=True).done == {items[0].name, items[2].name}
+        assert items[1].name not in case.tier.found(None, [])  # type: ignore[arg-type]
+        others, transfer = case.blocks([3, 4], "other"), None
+        with case.tier._changed:  # the thread takes no transfer meanwhile
+            transfer = Transfer(others)
+            case.tier.save(transfer)
+            case.tier.forget([others[0].name])
+        while not (ended := case.tier.ended()):
+            time.sleep(1e-3)
+        assert ended == [transfer] and transfer.done == {others[1].name}
+
+
+def test_nothing_is_left_open_when_caches_are_unbound():
+    with tier_case("cpu", "heads") as case:
+        transfers = [Transfer(case.blocks([0, 1], str(number))) for number in range(30)]
+        for transfer in transfers:
+            case.tier.save(transfer)
+        case.tier.unbind()
+        assert {id(it) for it in case.tier.ended()} == {id(it) for it in transfers}
+        late = Transfer(case.blocks([0]))
+        case.tier.load(late)
+        assert case.tier.ended() == [late] and not late.done
