@@ -20,6 +20,7 @@ from cluster.commands.check_backends import alternatives, probe_or_assume
 from cluster.commands.check_memory import RankRow, rank_rows, too_little_on_gpu
 from cluster.commands.check_room import refuse_too_large
 from cluster.commands.check_steps import (
+    cascade_line,
     check_comm_sms,
     graph_line,
     never_reached,
@@ -51,7 +52,7 @@ class CheckReport:
 
     task           what the server answers with, and how it is made of the hidden states of a prompt
     checkpoint     of the Hub: the model, its commit, and the branches and tags that lead there; None for a folder
-    steps          what of `cuda_graphs`, ubatches and speculation comes to pass, and why
+    steps          what of `cuda_graphs`, ubatches, cascade and speculation comes to pass, and why
     alternatives   family to the backends that were not chosen, with why they cannot run, "" for those that could
     assumed        what could not be looked at on this machine
     """
@@ -117,6 +118,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
         steps={
             "cuda_graphs": graph_reason,
             **overlap,
+            "cascade": cascade_line(rank_config, selection, model),
             "speculation": speculation_line(rank_config, model),
         },
         alternatives=alternatives(selection, unavailable, shape),

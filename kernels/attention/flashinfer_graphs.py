@@ -23,6 +23,7 @@ from kernels.attention.flashinfer_decodes import (
     plan_new_prompts,
 )
 from kernels.attention.flashinfer_plans import Caches, NewRows, Planned
+from kernels.attention.flashinfer_shared import SharedDecodes
 
 # Of a schedule of decodes; some 30 bytes a row are used.
 SCHEDULE_BYTES = 2**20
@@ -33,8 +34,8 @@ PREFILL_FIELDS = 8  # int32 of a tile in FlashAttention 3's schedule
 class _PlannedDecodes:
     """One decode a row."""
 
-    def __init__(self, num_rows: int, decodes: Decodes):
-        self._num_rows, self._wrapper = num_rows, decodes.wrapper
+    def __init__(self, num_rows: int, wrapper: Any):
+        self._num_rows, self._wrapper = num_rows, wrapper
 
     def run(self, new: NewRows, caches: Caches) -> torch.Tensor:
         q_THd, *_ = new
@@ -125,10 +126,27 @@ class GraphPlans:
             for shape in shapes
         ]
 
-    def plan(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> list[Planned]:
-        """Fill `slots` and all buffers; return the plan of each shape. See GraphAttention.plan_graph."""
-        if form in (GraphForm.NEW_PROMPTS, GraphForm.MIXED):
-            return self._plan_mixed(batch, num_rows, all_new=form == GraphForm.NEW_PROMPTS)
+    def plan(
+        self,
+        batch: AttentionBatch,
+        num_rows: int,
+        form: GraphForm,
+        shared: SharedDecodes | None = None,
+    ) -> list[Planned]:
+        """Fill `slots` and all buffers; return the plan of each shape. See GraphAttention.plan_graph.
+
+        shared   computes decodes in a form that shares blocks
+        """
+        assert not form.shares or shared is not None
+        if form.takes_prompts:
+            all_new = form == GraphForm.NEW_PROMPTS
+            return self._plan_mixed(
+                batch, num_rows, shared if form.shares else None, all_new=all_new
+            )
+        if form.shares and shared is not None:
+            shared.plan_graph(batch, num_rows)
+            self.slots[:num_rows].copy_(shared.slots)
+            return [graphs.planned_shared(num_rows, shared) for graphs in self._of_shape]
         assert batch.num_single_rows == batch.num_seqs == batch.num_tokens <= num_rows
         slots = batch.slot_mapping, self.slots[:num_rows]
         cuts = form == GraphForm.DECODES
@@ -155,23 +173,33 @@ class GraphPlans:
         """Return whether all decodes are short enough to be left whole, in every shape."""
         return all(graphs.even(batch.seq_lens_cpu, num_rows) for graphs in self._of_shape)
 
-    def _plan_mixed(self, batch: AttentionBatch, num_rows: int, *, all_new: bool) -> list[Planned]:
+    def _plan_mixed(
+        self,
+        batch: AttentionBatch,
+        num_rows: int,
+        shared: SharedDecodes | None,
+        *,
+        all_new: bool,
+    ) -> list[Planned]:
         if self._prompt_pages is None:
             self._prompt_pages = self._reserve_prompts()
         slots, count = self.slots[:num_rows], len(batch.slot_mapping)
         slots[:count].copy_(batch.slot_mapping)
         slots[count:].fill_(-1)
         first = batch.num_single_rows
-        decodes = self._ship(batch, slice(0, first), self._max_seqs, self._decode_pages)
-        decode_starts = self._query_starts(batch, 0, first)
-        for graphs in self._of_shape:
-            graphs.plan_some_decodes(decode_starts, decodes)
+        if shared is not None:
+            shared.plan_graph(batch, min(num_rows, self._max_seqs))
+        else:
+            decodes = self._ship(batch, slice(0, first), self._max_seqs, self._decode_pages)
+            decode_starts = self._query_starts(batch, 0, first)
+            for graphs in self._of_shape:
+                graphs.plan_some_decodes(decode_starts, decodes)
         starts, prompts = self._query_starts(batch, first, batch.num_seqs), None
         if not all_new:
             seqs = slice(first, batch.num_seqs)
             prompts = self._ship(batch, seqs, self._max_seqs, self._prompt_pages)
         return [
-            graphs.plan_prompts(starts, prompts, num_rows, batch.num_tokens)
+            graphs.plan_prompts(starts, prompts, num_rows, batch.num_tokens, shared)
             for graphs in self._of_shape
         ]
 
@@ -242,17 +270,26 @@ class _ShapeGraphs:
             self._decodes[key] = self._new_decodes(num_rows, cuts)
         chunk = self._chunk_of(pages) if cuts else None
         self._decodes[key].plan(pages, num_rows, chunk, self._shape)
-        return _PlannedDecodes(num_rows, self._decodes[key])
+        return _PlannedDecodes(num_rows, self._decodes[key].wrapper)
 
     def plan_some_decodes(self, query_starts: torch.Tensor, pages: Pages) -> None:
         """Plan the decodes of a step with prompts."""
         chunk = self._chunk_of(pages)
         self._plan_pages(self._some_decodes, query_starts, pages, fixed_split_size=chunk)
 
+    def planned_shared(self, num_rows: int, shared: SharedDecodes) -> Planned:
+        """Return the decodes that `shared` has planned, one a row."""
+        return _PlannedDecodes(num_rows, shared.of(self._shape.spec))
+
     def plan_prompts(
-        self, query_starts: torch.Tensor, pages: Pages | None, num_rows: int, num_tokens: int
+        self,
+        query_starts: torch.Tensor,
+        pages: Pages | None,
+        num_rows: int,
+        num_tokens: int,
+        shared: SharedDecodes | None,
     ) -> Planned:
-        """Plan prompts behind the decodes of `plan_some_decodes`; pages None: K and V are the new rows."""
+        """Plan prompts behind the decodes of `shared` or `plan_some_decodes`; pages None: K and V are the new rows."""
         out_THd = self._out_THd[:num_rows]
         out_THd[num_tokens:].zero_()
         prompts = self._new_prompts if pages is None else self._prompts
@@ -261,7 +298,8 @@ class _ShapeGraphs:
         else:
             self._plan_pages(prompts, query_starts, pages, causal=True)
         rows = min(num_rows, self._max_seqs)
-        return _PlannedMixed(rows, self._some_decodes, prompts, out_THd, all_new=pages is None)
+        decodes = self._some_decodes if shared is None else shared.of(self._shape.spec)
+        return _PlannedMixed(rows, decodes, prompts, out_THd, all_new=pages is None)
 
     def reserve_prompts(self, prompt_pages: _PageBuffers) -> None:
         """Allocate for graphs with prompts: wrappers with the addresses of the largest step."""

@@ -9,7 +9,7 @@ u = n + v, C values of a latent, W = C + r, B decodes, M rows of prompts, L keys
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,9 @@ from kernels.attention.base import AttentionBatch, GraphAttention, GraphForm
 from kernels.attention.context_chunks import Piece, chunk_limit, cut_contexts
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.flashinfer_decodes import Pages
+from kernels.attention.flashinfer_mla_shared import PAIRED_ROWS, SharedLatents, own_latents
 from kernels.attention.flashinfer_modules import compile_missing, latent_modules
+from kernels.attention.shared_prefixes import SharingCost
 from kernels.host.hopper import on_hopper
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.backend import BackendShape
@@ -33,6 +35,8 @@ HEAD_DIMS = ((192, 128), (256, 256))
 # For partial results of sequences that are cut: bfloat16 [2 * 132 * 64, C] and their log-sum-exps take 18 MB.
 WORKSPACE_BYTES = 32 * 2**20
 SCHEDULE_BYTES = 8 * 2**20  # of one wrapper
+# A tile of one decode's heads is full from here on, so that stacked decodes compute no faster than they read.
+MOST_SHARING_HEADS = 64
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class FlashInferMlaAttention(GraphAttention):
     name = "flashinfer_mla"
     devices = ("cuda",)
     auto = "latent attention (MLA), decodes on the pages where they lie, planned once a step"
-    fused_store = True
+    fused_store = cascades = True
     mla = True
     distributions = ("flashinfer-python",)
 
@@ -74,6 +78,19 @@ class FlashInferMlaAttention(GraphAttention):
         self._chunks: list[Chunk] = []
         self._chunk_wrappers: list[Any] = []
         self._graph_pages: torch.Tensor | None = None
+        self._sharing: SharedLatents | None = None
+        self._shares = False  # of the planned decodes
+        self.sharing_cost = replace(
+            SharingCost.on_gpu(self.kv_layout(spec).block_bytes(1, 2)),
+            group_rows=max(2, -(-PAIRED_ROWS // spec.num_heads)),
+        )
+
+    @classmethod
+    def cascade_refusal(cls, specs: Iterable[AttentionSpec]) -> str | None:
+        heads = max((spec.num_heads for spec in specs), default=0)
+        if heads > MOST_SHARING_HEADS:
+            return f"{heads} heads compute for as long as they read latents"
+        return super().cascade_refusal(specs)
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -103,8 +120,8 @@ class FlashInferMlaAttention(GraphAttention):
 
     @classmethod
     def kept_bytes(cls, shape: BackendShape) -> int:
-        """Return the bytes of the workspace and of two schedules; each chunk of a prompt's context has one more."""
-        return WORKSPACE_BYTES + 2 * SCHEDULE_BYTES
+        """Return the bytes of the workspace and of three schedules; each chunk of a prompt's context has one more."""
+        return WORKSPACE_BYTES + 3 * SCHEDULE_BYTES
 
     @classmethod
     def compile_kernels(cls, dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> None:
@@ -124,6 +141,10 @@ class FlashInferMlaAttention(GraphAttention):
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         mla = self._flashinfer.mla.BatchMLAPagedAttentionWrapper
         self._decodes = mla(self._workspace, backend="fa3")
+        if self.shared_reads is not None:
+            wrapper = mla(self._workspace, backend="fa3")
+            place = self.block_size, device
+            self._sharing = SharedLatents(wrapper, self._plan_latents, self._list_pages, *place)
         self._new_rows = self._ragged()
         self._plan_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.compile_kernels(torch.bfloat16, self.specs)
@@ -146,11 +167,15 @@ class FlashInferMlaAttention(GraphAttention):
         self._chunks = []
         # Schedules are copied to the device from pinned memory that this plan overwrites.
         self._plan_copied.synchronize()
+        self._shares = False
         if batch.num_single_rows:
-            lens = batch.seq_lens_cpu[: batch.num_single_rows]
+            shared = self.take_shared(batch)
+            if shared is not None and self._sharing is not None:
+                self._shares = True
+                self._sharing.plan(batch, shared)
+            lens, table = own_latents(batch, shared, self.block_size)
             pages = Pages(lens, self.block_size)
             pages.ship(torch.empty(pages.total, dtype=torch.int32, device=self._device))
-            table = batch.block_table[: batch.num_single_rows]
             self._list_pages(table, pages.starts, pages.pages)
             self._plan_decodes(pages.starts_cpu, pages.pages, lens)
         if batch.num_seqs > batch.num_single_rows:
@@ -160,9 +185,24 @@ class FlashInferMlaAttention(GraphAttention):
     def _plan_decodes(
         self, page_starts_cpu: torch.Tensor, pages: torch.Tensor, lens_cpu: np.ndarray
     ) -> None:
-        """Plan one row a sequence; a length of 0 gives a row of zeros. The launch depends on the heads alone."""
-        self._decodes.plan(
-            torch.arange(len(lens_cpu) + 1, dtype=torch.int32),
+        """Plan one row a sequence; a length of 0 gives a row of zeros."""
+        rows = np.arange(len(lens_cpu) + 1, dtype=np.int32)
+        self._plan_latents(self._decodes, rows, page_starts_cpu, pages, lens_cpu)
+
+    def _plan_latents(
+        self,
+        wrapper: Any,
+        rows: np.ndarray,
+        page_starts_cpu: torch.Tensor,
+        pages: torch.Tensor,
+        lens_cpu: np.ndarray,
+    ) -> None:
+        """Plan sequences, all rows of which see all latents; rows are int32 [sequences + 1].
+
+        The launch depends on whether a sequence has more than 64 heads of rows on average, and on no more.
+        """
+        wrapper.plan(
+            torch.from_numpy(rows),
             page_starts_cpu,
             pages,
             torch.from_numpy(np.ascontiguousarray(lens_cpu, dtype=np.int32)),
@@ -252,14 +292,25 @@ class FlashInferMlaAttention(GraphAttention):
         """Write the attention of the planned decodes to out_BHv."""
         nope = self.dims.nope_dim
         q_HBC = torch.bmm(q_BHd[..., :nope].transpose(0, 1), kv_up_HuC[:, :nope])
-        o_HBC = torch.empty_like(q_HBC)
-        self._decodes.run(
-            q_HBC.transpose(0, 1),
-            q_BHd[..., nope:],
-            *self._latents[layer],
-            out=o_HBC.transpose(0, 1),
-        )
+        q_BHC, q_BHr = q_HBC.transpose(0, 1), q_BHd[..., nope:]
+        if self._shares:
+            o_HBC = self._attend_shared(q_BHC, q_BHr, layer)
+        else:
+            o_HBC = torch.empty_like(q_HBC)
+            latents = self._latents[layer]
+            self._decodes.run(q_BHC, q_BHr, *latents, out=o_HBC.transpose(0, 1))
         torch.bmm(o_HBC, kv_up_HuC[:, nope:].transpose(1, 2), out=out_BHv.transpose(0, 1))
+
+    def _attend_shared(self, q_BHC: torch.Tensor, q_BHr: torch.Tensor, layer: int) -> torch.Tensor:
+        """Return the attention of decodes to own and shared latents, [H, B, C]."""
+        assert self._sharing is not None
+        o_BHC = torch.empty(q_BHC.shape, dtype=q_BHC.dtype, device=q_BHC.device)
+        lse_BH = o_BHC.new_empty(o_BHC.shape[:2], dtype=torch.float32)
+        own = {"out": o_BHC, "lse": lse_BH, "return_lse": True}
+        self._decodes.run(q_BHC, q_BHr, *self._latents[layer], **own)
+        shared = self._sharing.run(q_BHC, q_BHr, self._latents[layer])
+        self._merge_attention(o_BHC, lse_BH, *shared)
+        return o_BHC.transpose(0, 1)
 
     def _extend(
         self,
@@ -299,25 +350,33 @@ class FlashInferMlaAttention(GraphAttention):
         self._graph_pages = torch.zeros(max_seqs * max_blocks, **new)
         self._graph_lengths = torch.zeros(2 * max_rows + 1, **new)
         self._graph_slots = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
+        if self._sharing is not None:
+            self._sharing.reserve_graphs(max_rows, max_blocks)
 
     def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
         assert not prompts, "steps with prompts are not captured"
-        return (GraphForm.DECODES,)
+        return *self.shared_forms(num_rows, prompts=False), GraphForm.DECODES
 
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
-        return self.forms(num_rows, prompts=prompts)[0]
+        *special, general = self.forms(num_rows, prompts=prompts)
+        return special[0] if special and self.find_shared(batch) is not None else general
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
         assert self._graph_pages is not None, "reserve_graphs comes first"
         assert batch.num_single_rows == batch.num_seqs == batch.num_tokens <= num_rows
         self._plan_copied.synchronize()
-        pages = Pages(batch.seq_lens_cpu, self.block_size, num_rows)
+        shared, self._shares = None, form.shares
+        if form.shares and self._sharing is not None:
+            shared = self.take_shared(batch)
+            self._sharing.plan_graph(batch, shared, num_rows)
+        own_lens, table = own_latents(batch, shared, self.block_size)
+        pages = Pages(own_lens, self.block_size, num_rows)
         assert pages.total <= len(self._graph_pages), "reserve_graphs was given fewer blocks"
         pages.ship(self._graph_pages, self._graph_lengths)
         slots = batch.slot_mapping, self._graph_slots[:num_rows]
-        self._list_pages(batch.block_table[: batch.num_seqs], pages.starts, pages.pages, *slots)
+        self._list_pages(table, pages.starts, pages.pages, *slots)
         lens = np.zeros(num_rows, np.int32)
-        lens[: batch.num_seqs] = batch.seq_lens_cpu
+        lens[: batch.num_seqs] = own_lens
         self._plan_decodes(pages.starts_cpu, pages.pages, lens)
         self._slots, self._chunks = self._graph_slots[:num_rows], []
         self._num_decodes = self._num_rows = num_rows

@@ -64,6 +64,5 @@ class GraphPlanner:
         """See GraphAttention. prompts: the graph computes prompts; without, a form of several rows has drafts."""
         self.attention.plan_graph(batch, num_rows, form)
         if self.linear_attention is not None:
-            several = form in (GraphForm.NEW_PROMPTS, GraphForm.MIXED)
-            drafts = several and not prompts
+            drafts = form.takes_prompts and not prompts
             self.linear_attention.plan_graph(batch, num_rows, prompts=prompts, drafts=drafts)

@@ -29,7 +29,7 @@ _SIGNATURES = {
     "four_bit_linear": [_POINTER] * 2 + [_INT] * 5 + [_POINTER] * 2,
     "grouped_gated_mlp_four_bit": [_POINTER] * 2 + [_INT] * 6 + [_POINTER] * 6,
     "paged_decode": [_POINTER, _INT, *[_POINTER] * 3, _INT, _POINTER, *[_INT] * 6, _FLOAT]
-    + [_POINTER] * 3,
+    + [_POINTER] * 5,
     "delta_decode": [_POINTER, _INT] * 3
     + [_POINTER] * 5
     + [_INT] * 8

@@ -37,6 +37,7 @@ class RankResult:
     num_preemptions: int = 0
     prefix_cache_hits: int = 0
     states_restored: int = 0
+    shared_prefix_rows: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)
@@ -174,6 +175,7 @@ def run_rank(
         result.work = epoch.engine.stats.work.total
         result.num_preemptions = epoch.engine.scheduler.num_preemptions
         counts = epoch.engine.stats.snapshot()
+        result.shared_prefix_rows = counts.get("shared_prefix_rows", 0)
         result.num_draft_tokens = counts["draft_tokens"]
         result.num_accepted_tokens = counts["accepted_tokens"]
         result.prefix_cache_hits = epoch.engine.scheduler.cache.num_hits

@@ -25,6 +25,7 @@ from tests.triton.attention_launches import (
     list_pages,
     norm_rotate_store,
     prompts,
+    shared_decodes,
     store_fp8,
     store_kv,
 )
@@ -325,6 +326,8 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "decodes_in_chunks": partial(decodes, cut=True),
     "decodes_fp8": partial(decodes, cut=False, sinks=False, fp8=True),
     "decodes_fp8_in_chunks": partial(decodes, cut=True, sinks=False, fp8=True),
+    "shared_decodes": partial(shared_decodes, tile_rows=8),
+    "shared_decodes_fp8": partial(shared_decodes, tile_rows=16, fp8=True),
     "prompts_fp8": partial(prompts, window=None, fp8=True),
     "prompts": partial(prompts, window=None),
     "prompts_with_a_window": partial(prompts, window=128),
@@ -362,6 +365,17 @@ def _decode_programs() -> list[int]:
     return [PROGRAMS_PER_SM] * 4
 
 
+def _shared_programs(head_dim: int) -> list[int]:
+    """Launch both tiles of decodes with shared keys; how many programs an SM shall hold."""
+    from kernels.attention.shared_chunks import TILES
+
+    for rows, _ in TILES:
+        for fp8 in (False, True):
+            at = Inputs(DEVICE, 16, 0)
+            shared_decodes(at, tile_rows=rows // 8, head_dim=head_dim, fp8=fp8)
+    return [count for _, count in TILES for _ in range(2)]
+
+
 LAUNCHES: dict[str, Callable[[], list[int]]] = {
     **{f"{rows}_rows_an_expert": partial(_tiles, rows) for rows in (0.25, 8, 40, 80, 400, 1000)},
     "1000_rows_an_expert_with_gelu": partial(_tiles, 1000, "gelu"),
@@ -373,4 +387,5 @@ LAUNCHES: dict[str, Callable[[], list[int]]] = {
     "push_fp8_on_8_sms": partial(_pushes, 4, 8, fp8=True),
     **{f"push_on_{sms}_sms": partial(_pushes, 4, sms) for sms in (8, 32)},
     "decodes": _decode_programs,
+    **{f"shared_decodes_of_{dim}": partial(_shared_programs, dim) for dim in (64, 128, 256)},
 }

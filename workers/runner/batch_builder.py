@@ -85,6 +85,7 @@ class ForwardBatchBuilder:
     """Owns the buffers of one rank. `max_num_tokens` bounds T, `max_num_seqs` bounds B.
 
     adapters      sequences may have adapters
+    shares        attention may read leading blocks that sequences share once
     last_tokens   int64 [table rows and more], the token drawn last in each row, and drafts, for sequences with tokens
                   that are not yet on the host; None: there are no such sequences
     """
@@ -98,10 +99,12 @@ class ForwardBatchBuilder:
         device: torch.device,
         *,
         adapters: bool = False,
+        shares: bool = False,
         last_tokens: torch.Tensor | None = None,
     ):
         self.last_tokens, self.max_num_tokens = last_tokens, max_num_tokens
         self._table, self._cache, self._adapters = table, cache, adapters
+        self._shares = shares
         largest: dict[Axis, int] = {
             "row": max_num_tokens,
             "token": max_num_tokens,
@@ -167,6 +170,7 @@ class ForwardBatchBuilder:
             seq_lens_cpu=seq_lens,
             sampling_rows_cpu=sampling_rows,
             sampling_positions_cpu=ends[batch.logits_seqs] - batch.logits_behind,
+            **(self._cache.shared_prefixes(rows) if self._shares else {}),
             **device,
         )
 

@@ -119,6 +119,7 @@ class ModelRunner:
             max_num_seqs,
             device,
             adapters=adapters,
+            shares=backends.attention.shared_reads is not None,
             last_tokens=self._last_tokens,
         )
 
