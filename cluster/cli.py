@@ -115,15 +115,17 @@ def check(
     if on_cluster:
         _check_nodes(_load(config, overrides), as_json=as_json)
         return
-    report = _checked(_load(config, overrides))
+    reports = _checked(_load(config, overrides))
     if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2))
+        plain = [found.to_json() for found in reports]
+        typer.echo(json.dumps(plain[0] if len(plain) == 1 else {"groups": plain}, indent=2))
         return
     from rich.console import Console
 
     from cluster.commands.check import render
 
-    render(report, Console(highlight=False, markup=False, soft_wrap=True))
+    for found in reports:
+        render(found, Console(highlight=False, markup=False, soft_wrap=True))
 
 
 Server = Annotated[str, typer.Argument(help="A running server.")]
@@ -286,15 +288,15 @@ def _check_nodes(config: "PhalanxConfig", *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _checked(config: "PhalanxConfig") -> "CheckReport":
-    from cluster.commands.check import check as resolve
+def _checked(config: "PhalanxConfig") -> "list[CheckReport]":
+    from cluster.commands.check import check_groups
     from cluster.config.api_keys import ApiKeyError
     from cluster.config.errors import ConfigError
     from kernels.backends.select import BackendChoiceError
     from workers.runner.graph_sizes import GraphsUnavailableError
 
     with _user_errors(ApiKeyError, ConfigError, BackendChoiceError, GraphsUnavailableError):
-        return resolve(config)
+        return check_groups(config)
 
 
 @contextmanager

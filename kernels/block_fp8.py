@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 BLOCK = 128
 MAX_E4M3 = 448.0
+ROUNDED_ROWS = 64 * BLOCK  # at a time
 MIN_AMAX = 1e-4  # as in kernels.triton.fp8
 
 
@@ -72,19 +73,26 @@ def num_blocks(size: int) -> int:
 
 
 def quantise_blocks(weights: torch.Tensor) -> BlockWeights:
-    """Return [..., N, K] of any floating dtype in FP8, rounded one matrix at a time to save memory."""
+    """Return [..., N, K] of any floating dtype in FP8, rounded some rows of a matrix at a time to save memory."""
     result = BlockWeights.empty(*weights.shape, device=weights.device)
     matrices = (weights, result.values, result.scales)
     flat = (tensor.view(-1, *tensor.shape[-2:]) for tensor in matrices)
     for matrix_NK, values_NK, scales in zip(*flat, strict=True):
-        (rows, columns), (n, k) = matrix_NK.shape, scales.shape
-        padding = (0, k * BLOCK - columns, 0, n * BLOCK - rows)
-        blocks = F.pad(matrix_NK.float(), padding).view(n, BLOCK, k, BLOCK)
-        scale = blocks.abs().amax((1, 3), keepdim=True).clamp_(MIN_AMAX) / MAX_E4M3
-        rounded_NK = (blocks * (1.0 / scale)).view(n * BLOCK, k * BLOCK)[:rows, :columns]
-        values_NK.copy_(rounded_NK)
-        scales.copy_(scale.view(n, k))
+        for start in range(0, len(matrix_NK), ROUNDED_ROWS):
+            rows = slice(start, start + ROUNDED_ROWS)
+            blocks = slice(start // BLOCK, (start + ROUNDED_ROWS) // BLOCK)
+            _round_into(matrix_NK[rows], values_NK[rows], scales[blocks])
     return result
+
+
+def _round_into(matrix_NK: torch.Tensor, values_NK: torch.Tensor, scales: torch.Tensor) -> None:
+    (rows, columns), (n, k) = matrix_NK.shape, scales.shape
+    padding = (0, k * BLOCK - columns, 0, n * BLOCK - rows)
+    blocks = F.pad(matrix_NK.float(), padding).view(n, BLOCK, k, BLOCK)
+    scale = blocks.abs().amax((1, 3), keepdim=True).clamp_(MIN_AMAX) / MAX_E4M3
+    rounded_NK = (blocks * (1.0 / scale)).view(n * BLOCK, k * BLOCK)[:rows, :columns]
+    values_NK.copy_(rounded_NK)
+    scales.copy_(scale.view(n, k))
 
 
 def quantise_groups(x_NK: torch.Tensor) -> Fp8Rows:
@@ -93,6 +101,14 @@ def quantise_groups(x_NK: torch.Tensor) -> Fp8Rows:
     scale = groups.abs().amax(2, keepdim=True).clamp_(MIN_AMAX) / MAX_E4M3
     values = (groups * (1.0 / scale)).flatten(1).to(torch.float8_e4m3fn)
     return Fp8Rows(values, scale.squeeze(2).t().contiguous().t())
+
+
+def widen_rows(rows: Fp8Rows) -> torch.Tensor:
+    """Return bfloat16 [N, K] of rows with scales of any strides, in one buffer: the scales are rounded to bfloat16."""
+    wide_NK = rows.values.to(torch.bfloat16)
+    groups = wide_NK.view(len(wide_NK), -1, BLOCK)
+    groups.mul_(rows.scales.to(torch.bfloat16).unsqueeze(2))
+    return wide_NK
 
 
 def dequantise(values_NK: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "q_lora_rank": None,
         },
     },
+    "glm4v_moe": {
+        "untied": {"vision": True},
+        "tied": {"vision": True, "tie_word_embeddings": True, "attention_bias": False},
+    },
     "granitemoe": {
         "untied": {"residual_multiplier": 0.22, "embedding_multiplier": 12},
         "tied": {"tie_word_embeddings": True, "attention_bias": True, "logits_scaling": 1},
@@ -139,6 +143,16 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "untied": {"norm_topk_prob": False},
         "tied": {"tie_word_embeddings": True, "attention_bias": True, "mlp_only_layers": [1]},
     },
+    "qwen3_vl_moe": {  # of square matrices of experts transformers 5.23 knows no order
+        "untied": {"vision": True, "moe_intermediate_size": 48},
+        "tied": {
+            "vision": True,
+            "moe_intermediate_size": 48,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_only_layers": [1],
+        },
+    },
     "qwen3_next": {
         "untied": {"norm_topk_prob": False, "linear_conv_kernel_dim": 3, "num_kv_heads": 1},
         "tied": {
@@ -198,15 +212,21 @@ def family_checkpoint(
     if family in SAME_MODEL:
         saved = path / "resaved" / "config.json"
         saved.write_text(json.dumps(json.loads(saved.read_text()) | {"model_type": family}))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (path / "resaved" / name).write_bytes((folder / name).read_bytes())
+    for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"):
+        if (folder / name).exists():
+            shutil.copy(folder / name, path / "resaved" / name)
     return path / "resaved"
 
 
 def load_reference(folder: Path) -> Any:
     """Return transformers' model of a checkpoint in float32."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        Mxfp4Config,
+    )
 
     options: dict[str, Any] = {"dtype": torch.float32}
     raw = json.loads((folder / "config.json").read_text())
@@ -215,7 +235,8 @@ def load_reference(folder: Path) -> Any:
         options["config"] = type(AutoConfig.for_model(raw["model_type"])).from_dict(raw)
     if raw.get("quantization_config", {}).get("quant_method") == "mxfp4":
         options["quantization_config"] = Mxfp4Config(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    kind = AutoModelForImageTextToText if "vision_config" in raw else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, **options).eval()
     if set(getattr(model.config, "layer_types", None) or ()) == {"linear_attention"}:
         # transformers 5.23 has no length of a cache without attention
         model.config.use_cache = model.generation_config.use_cache = False

@@ -55,7 +55,7 @@ def check(
     """Run one batch through all layers; with `graph`, planned as for a graph of that many rows.
 
     groups   of decodes that share blocks
-    form     of the graph; None: the one that the attention takes
+    form     of the graph; None: the one that shares for groups, otherwise the one for any decodes
     """
     padding = graph - sum(new for _, new in seqs) if graph else padding
     pages = Pages(seqs, [], attention.block_size, DTYPE, padding)
@@ -68,7 +68,8 @@ def check(
         attention.reserve_graphs(graph, graph, 512)
         best = attention.form(batch, graph, prompts=False)
         assert best.shares == bool(groups)
-        attention.plan_graph(batch, graph, best if form is None else form)
+        general = best if groups else attention.forms(graph, prompts=False)[-1]
+        attention.plan_graph(batch, graph, form or general)
     else:
         attention.plan(batch)
     for number, layer in enumerate(layers):
@@ -89,8 +90,7 @@ def check_layer(pages: Pages, layer: FusedRows, out: torch.Tensor) -> None:
         assert calc_diff(found, expected) < 3e-4, (seq, calc_diff(found, expected))
         start += new
     assert torch.count_nonzero(out[start:]) == 0
-    written = layer.cache.view(-1, layer.dims.width)[pages.slots]
-    assert torch.equal(written, layer.new[:start])
+    assert torch.equal(layer.read(pages.slots), layer.new[:start])
 
 
 class _Planned:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoints.families import fields_of, names_of
+from tests.checkpoints.families import fields_of, names_of, vision_of
 from tests.checkpoints.writer import make_checkpoint
 
 SIZES: dict[str, Any] = {
@@ -41,3 +41,25 @@ def released_shape(path: Path, family: str, **changes: Any) -> Path:
     if "linear_key_head_dim" in fields_of(family):
         sizes = sizes | DELTA_NETS
     return make_checkpoint(path, family=family, **sizes | changes)
+
+
+def released_vision(path: Path, family: str) -> Path:
+    """As `released_shape`, with a vision tower with the head size of releases."""
+    of_text = {
+        "glm4v_moe": {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 6, 6]}},
+        "qwen3_5_moe": {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [6, 5, 5],
+            }
+        },
+        "qwen3_vl_moe": {"rope_scaling": {"rope_type": "default", "mrope_section": [12, 10, 10]}},
+    }[family]
+    head_dim = 128 if family == "glm4v_moe" else 72
+    tower = vision_of(family, SIZES["hidden_size"])["vision_config"]
+    tower |= {"hidden_size": 4 * head_dim, "patch_size": 16, "image_size": 96}
+    if family != "glm4v_moe":
+        del tower["image_size"]
+    return released_shape(path, family, vision=True, vision_config=tower, **of_text)

@@ -71,6 +71,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
         "transformers_version": "5.0.0rc0", "v_head_dim": 256, "vocab_size": 154880,
     },
+    "glm4v_moe": {  # GLM-4.5V
+        "architectures": ["Glm4vMoeForConditionalGeneration"], "image_end_token_id": 151340,
+        "image_start_token_id": 151339, "image_token_id": 151363, "model_type": "glm4v_moe", "text_config":
+        {"attention_bias": True, "attention_dropout": 0.0, "eos_token_id": [151329, 151336, 151338],
+        "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 65536, "model_type":
+        "glm4v_moe_text", "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8,
+        "num_hidden_layers": 46, "num_key_value_heads": 8, "pad_token_id": 151329, "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05, "rope_scaling": {"mrope_section": [8, 12, 12], "rope_type": "default"},
+        "rope_theta": 10000.0, "routed_scaling_factor": 1.0, "topk_group": 1, "use_cache": True,
+        "use_qk_norm": False, "vocab_size": 151552}, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.55.0.dev0", "video_end_token_id": 151342, "video_start_token_id": 151341,
+        "video_token_id": 151364, "vision_config": {"attention_bias": False, "attention_dropout": 0.0, "depth": 24,
+        "hidden_act": "silu", "hidden_size": 1536, "image_size": 336, "in_channels": 3, "initializer_range": 0.02,
+        "intermediate_size": 10944, "model_type": "glm4v_moe", "num_heads": 12, "out_hidden_size": 4096,
+        "patch_size": 14, "rms_norm_eps": 1e-05, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    },
     "granitemoe": {  # granite-3.0-1b-a400m-instruct
         "architectures": ["GraniteMoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.1,
         "attention_multiplier": 0.015625, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0,
@@ -210,6 +228,23 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_theta": 10000000, "rope_type": "default"},
         "shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "use_cache": True,
         "vocab_size": 248320,
+    },
+    "qwen3_vl_moe": {  # Qwen3-VL-30B-A3B-Instruct
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"], "image_token_id": 151655,
+        "model_type": "qwen3_vl_moe", "text_config": {"attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "decoder_sparse_step": 1, "dtype": "bfloat16", "eos_token_id": 151645,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 6144, "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type":
+        "qwen3_vl_moe_text", "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06, "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20],
+        "rope_type": "default"}, "rope_theta": 5000000, "use_cache": True, "vocab_size": 151936},
+        "tie_word_embeddings": False, "transformers_version": "4.57.0.dev0", "video_token_id": 151656,
+        "vision_config": {"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_act":
+        "gelu_pytorch_tanh", "hidden_size": 1152, "in_channels": 3, "initializer_range": 0.02,
+        "intermediate_size": 4304, "model_type": "qwen3_vl_moe", "num_heads": 16, "num_position_embeddings": 2304,
+        "out_hidden_size": 2048, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+        "vision_end_token_id": 151653, "vision_start_token_id": 151652,
     },
     "qwen3_next": {  # Qwen3-Next-80B-A3B-Instruct
         "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,

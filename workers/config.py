@@ -16,6 +16,7 @@ from workers.log import LogFormat, LogLevel
 from workers.lora_config import LoadedAdapter, LoraConfig
 from workers.parallel import ParallelDims
 from workers.section import Auto, PositiveInt, Section
+from workers.speculation_config import SpeculationConfig
 
 
 class RoutingConfig(Section):
@@ -94,6 +95,10 @@ class ModelSection(Section):
         "sentence-transformers and of base models, classify or score for *ForSequenceClassification, else generate.",
     )
     pooling: PoolingConfig = Field(default_factory=PoolingConfig)
+    language_model_only: bool = Field(
+        False,
+        description="Leave the vision tower of the checkpoint out: no memory for it, and no images in requests.",
+    )
 
     @property
     def folder(self) -> Path:
@@ -139,6 +144,16 @@ class SchedulerConfig(Section):
         "auto",
         description="Launch each step before the tokens of the one before are read; auto = on cuda.",
     )
+    max_image_tokens: Auto | PositiveInt = Field(
+        "auto",
+        description="Most tokens of an image; its vision tower runs once with so many at the start, to measure memory. "
+        "auto = those of the largest image that the checkpoint's processor makes, at most model.max_model_len.",
+    )
+    image_tokens_per_step: PositiveInt = Field(
+        256,
+        description="Tokens of images that the vision tower computes beside a step, and as many again as a rank has "
+        "prompt tokens in it: it takes time from all ranks. While no rank has a step, there is no limit.",
+    )
     cuda_graphs: Auto | bool = Field(
         "auto", description="Replay decode steps from CUDA graphs; auto = where the kernels can."
     )
@@ -160,8 +175,9 @@ class CacheConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(
         "auto",
         description="Precision of cached K and V; auto = model.dtype; fp8 = e4m3 with a scale for each token and head: "
-        "half the memory of 16-bit values, with rounding errors. Not for latent attention (MLA). On GPUs it is "
-        "experimental: its kernels have not passed all their tests on a GPU yet.",
+        "half the memory of 16-bit values, with rounding errors. Latents (MLA) have a scale for each token, and the "
+        "rotated key stays in bfloat16. On GPUs it is experimental: its kernels have not passed all their tests on a "
+        "GPU yet.",
     )
     state_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -184,10 +200,28 @@ class CacheConfig(Section):
     cpu_memory_gib: float = Field(
         1.0, gt=0, description="KV memory a rank on CPU (auto, cpu), in GiB."
     )
+    host_memory_gib: float = Field(
+        0,
+        ge=0,
+        description="Host memory of each node, in GiB, that keeps KV blocks and states when they leave the device, for "
+        "all its ranks; 0 = none.",
+    )
+    disk_path: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder of each node for KV that leaves host_memory_gib, in files that outlive the server; "
+        "relative to the YAML's folder; null = none. It holds contents of prompts and answers.",
+    )
+    disk_gib: float = Field(16.0, gt=0, description="Most GiB of the files in disk_path.")
     state_snapshots: Auto | Annotated[int, Field(ge=0)] = Field(
         "auto",
         description="Prefixes a rank keeps the states of linear attention of; 0 = no prefix caching there; auto = as "
         "memory allows for requests of expected_tokens, 16 where num_blocks is set.",
+    )
+    image_tokens: Auto | PositiveInt = Field(
+        "auto",
+        description="Tokens of images of which a rank keeps the embeddings, for prompts that wait or are computed, and "
+        "for the same image again. auto = 32,768, at most model.max_model_len, at least max_image_tokens.",
     )
     expected_tokens: int = Field(
         4096,
@@ -251,67 +285,6 @@ class OverlapConfig(Section):
         "auto",
         description="Multiprocessors of the all-to-all while ubatches overlap, if its backend takes a limit.",
     )
-
-
-MAX_DRAFT_TOKENS = 16
-"""Each draft is a row of logits: at 16 a sequence has 17 of them, and few drafts survive as many draws."""
-
-
-class SpeculationConfig(Section):
-    """Draft tokens that a step verifies, so that a sequence may get several tokens in one step."""
-
-    method: Literal["off", "auto", "ngram", "mtp", "eagle3"] = Field(
-        "off",
-        description="Source of the drafts. ngram = text that stood behind the last tokens before, in prompt, answer or "
-        "the request's prediction; mtp = the head for multi-token prediction of the checkpoint; eagle3 = draft_model; "
-        "auto = the best that the model allows. Answers are those of off.",
-    )
-    draft_model: str | None = Field(
-        None,
-        min_length=1,
-        description="Folder of an EAGLE-3 draft model for method eagle3, relative to the YAML's folder.",
-    )
-
-    @field_validator("method", mode="before")
-    @classmethod
-    def _yaml_words(cls, value: object) -> object:
-        """Turn a boolean back into a word, because YAML 1.1 reads a bare `off` as a boolean."""
-        return "off" if value is False else value
-
-    num_draft_tokens: int = Field(
-        4,
-        ge=1,
-        le=MAX_DRAFT_TOKENS,
-        description="Most drafts of a sequence in one step.",
-    )
-    adaptive: bool = Field(
-        True,
-        description="Draft as many tokens as raise tokens per second, by the times of steps and the share of drafts "
-        "that the model confirms, at most num_draft_tokens; false = always num_draft_tokens.",
-    )
-    accept_lengths: list[Annotated[float, Field(ge=0, le=1)]] | None = Field(
-        None,
-        min_length=1,
-        max_length=MAX_DRAFT_TOKENS,
-        description="For measurements with model.weights dummy: probability that a draft is accepted if all drafts "
-        "before it were, by its place, such as [0.8, 0.65, 0.5]; the last one holds for later places. null = drafts "
-        "are compared with the model's draws.",
-    )
-
-    @property
-    def uses_model(self) -> bool:
-        """Whether a draft model runs behind each step."""
-        return self.method in ("mtp", "eagle3")
-
-    @property
-    def most_drafts(self) -> int:
-        """Most drafts of a sequence in a step; 0 without speculation."""
-        return 0 if self.method == "off" else self.num_draft_tokens
-
-    @property
-    def rows_per_seq(self) -> int:
-        """Most rows of a sequence in a step that generates: its last token, and its drafts."""
-        return 1 + self.most_drafts
 
 
 _OF_EPOCH = (

@@ -48,12 +48,13 @@ class EngineBackend(Protocol):
         whole: bool = False,
         pooling: PoolingParams | None = None,
         adapter: str = "",
+        session: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield one output per step with new tokens; the last output has a finish_reason.
 
         rank pins the request to that rank; priority and cache_salt as in `EngineRequest`; with `whole` the generator
         yields one output, of all steps; adapter is the name of one of `adapters`, or "". With `pooling` the request
-        draws no token, and its one output has a vector.
+        draws no token, and its one output has a vector. Requests of one `session` go to one rank while its load allows.
 
         Closing the generator early (aclose or cancellation) aborts the request in its rank.
         """

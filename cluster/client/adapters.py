@@ -25,8 +25,7 @@ class ListedAdapters:
 
     def used(self) -> frozenset[int]:
         """Return the ids of adapters that are listed or have open requests here."""
-        open_ones = {adapter for adapter, count in self._open.items() if count}
-        return frozenset(open_ones.union(it.id for it in self.listed))
+        return frozenset(self._open).union(it.id for it in self.listed)
 
     @contextmanager
     def open(self, name: str) -> Iterator[int]:
@@ -47,3 +46,5 @@ class ListedAdapters:
             yield found
         finally:
             self._open[found] -= 1
+            if not self._open[found]:
+                del self._open[found]

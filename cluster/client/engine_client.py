@@ -10,21 +10,24 @@ import math
 import random
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from ray.exceptions import RayError
 
 from cluster.client.adapters import ListedAdapters
 from cluster.client.expert_reports import settled
-from cluster.client.group_client import POISON, GroupClient
+from cluster.client.group_client import GroupClient
 from cluster.client.open_request import OpenRequest
 from cluster.client.operator_calls import OperatorCalls
 from cluster.client.refusals import Refusals
+from cluster.client.request_run import PromptPlace, RequestRuns
 from cluster.client.router import Place, Router
 from cluster.config.phalanx_config import PhalanxConfig
-from cluster.errors import EngineDeadError, PoisonRequestError
+from cluster.errors import EngineDeadError
 from cluster.metrics.snapshot import Snapshot
 from cluster.supervisor import actor
+from cluster.supervisor.group_spec import group_roles, group_sizes
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus, Renewal
 from kernels.host.owned import OwnedTask
 from workers.specs.expert_layout import ExpertLayout
@@ -45,6 +48,8 @@ class EngineClient(OperatorCalls):
         self.model_name: str = config.serve.model_name or ""
         self.metrics_source: Callable[[], Snapshot] = dict
         """Returns the counts of this ingress; the owner sets it."""
+        self.count_prompt: Callable[[PromptPlace], None] = lambda place: None
+        """Counts where a prompt was computed, in a pool with the role prefill; the owner sets it."""
         self._config = config
         self._replace_failed = replace_failed
         self._ingress_id = f"ingress-{uuid.uuid4().hex[:12]}"
@@ -54,7 +59,7 @@ class EngineClient(OperatorCalls):
         self._broken = False
         self._changed = asyncio.Event()  # replaced after each change of a group
         self._groups: list[GroupClient] = []
-        self._router = Router([config.cluster.ranks])
+        self._router = Router(group_sizes(config))
         self._refusals = Refusals()
         self._adapters = ListedAdapters()
         self._layouts: dict[int, tuple[int, int]] = {}  # by group, as the router has it
@@ -73,13 +78,15 @@ class EngineClient(OperatorCalls):
         if all(health.ended for health in healths):
             raise EngineDeadError(_reasons(healths))
         self._router = Router(
-            [self._config.cluster.ranks] * len(healths),
+            group_sizes(self._config),
             num_replicas=self._config.serve.replicas,
             start=random.randrange(1 << 16),
+            lead=self._config.serve.prefix_lead,
         )
         self._groups = [
             GroupClient(
                 index,
+                role,
                 self._supervisor,
                 self._ingress_id,
                 self._router,
@@ -88,8 +95,16 @@ class EngineClient(OperatorCalls):
                 self._learn,
                 self._wake,
             )
-            for index in range(len(healths))
+            for index, role in enumerate(group_roles(self._config))
         ]
+        self._runs = RequestRuns(
+            self._groups,
+            self._router,
+            self._available,
+            lambda: self.max_model_len,
+            self._left,
+            lambda place: self.count_prompt(place),
+        )
         for group in self._groups:
             self._own(group.keep_open(), f"group-{group.index}")
         self._follow(healths)
@@ -128,6 +143,7 @@ class EngineClient(OperatorCalls):
         whole: bool = False,
         pooling: PoolingParams | None = None,
         adapter: str = "",
+        session: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """The tokens of one request as they come; with `whole` at once, when all have come.
 
@@ -138,7 +154,7 @@ class EngineClient(OperatorCalls):
         pinned = None if rank is None else self._router.place(rank)
         with self._adapters.open(adapter) as adapter_id:
             self._refusals.check(prompt_token_ids, params, adapter_id)
-            groups = self._available(pinned) or await self._wait_available(pinned)
+            groups = await self._available(pinned)
             request = OpenRequest(
                 request_id,
                 prompt_token_ids,
@@ -149,25 +165,12 @@ class EngineClient(OperatorCalls):
                 whole=whole,
                 pooling=pooling,
                 adapter=adapter_id,
+                session=session,
                 num_tokens=len(prompt_token_ids) + expected_output(params),
             )
-            request.route(self._router, groups)
-            group = self._groups[request.place[0]]
-            try:
-                group.submit(request)
-                finished = False
-                while not finished:
-                    output = await request.get()
-                    if output.error == POISON:
-                        raise PoisonRequestError
-                    if output.finish_reason == "abort":
-                        raise EngineDeadError(output.error or "the request was aborted")
-                    finished = output.finish_reason is not None
+            async with aclosing(self._runs.run(request, groups)) as outputs:
+                async for output in outputs:
                     yield output
-            finally:
-                group.leave(request)
-                if group.health.state == "draining":
-                    self._release_drained()
 
     def health(self) -> tuple[bool, str]:
         """(whether requests are taken, the reason if not)."""
@@ -261,23 +264,25 @@ class EngineClient(OperatorCalls):
             raise EngineDeadError(self._failure or "the ranks are starting")
         return list(self._limits.values())
 
-    def _available(self, pinned: Place | None) -> list[int]:
-        """The groups that can take a request now. Raises EngineDeadError when none will."""
+    def _available_now(self, pinned: Place | None) -> list[int]:
+        """The groups that can answer a request now. Raises EngineDeadError when none will."""
         if self._failure is not None:
             raise EngineDeadError(self._failure)
         wanted = self._groups if pinned is None else [self._groups[pinned[0]]]
         living = [group for group in wanted if not group.health.ended]
+        answering = [group for group in living if group.role != "prefill"]
+        living = answering or living  # a prefill group answers where nothing else is left
         if not living:
             raise EngineDeadError(_reasons([group.health for group in wanted]))
         serving = [group for group in living if group.health.state != "draining"]
         return [group.index for group in serving or living if group.reachable]
 
-    async def _wait_available(self, pinned: Place | None) -> list[int]:
-        """The groups that take requests, as soon as there is one. Raises EngineDeadError after the limit."""
+    async def _available(self, pinned: Place | None = None) -> list[int]:
+        """The groups that can answer requests, as soon as there is one. Raises EngineDeadError after the limit."""
         limit_s = self._config.serve.limits.rebuild_wait_s
         try:
             async with asyncio.timeout(limit_s):
-                while not (groups := self._available(pinned)):
+                while not (groups := self._available_now(pinned)):
                     await self._changed.wait()
         except TimeoutError:
             reasons = _reasons([group.health for group in self._groups])
@@ -285,6 +290,11 @@ class EngineClient(OperatorCalls):
                 f"the ranks are rebuilding for more than {limit_s:g} s (serve.limits.rebuild_wait_s): {reasons}"
             ) from None
         return groups
+
+    def _left(self, group: GroupClient) -> None:
+        """A request has left a group."""
+        if group.health.state == "draining":
+            self._release_drained()
 
     def _wake(self) -> None:
         """Let each wait look at the groups again."""
@@ -299,7 +309,7 @@ class EngineClient(OperatorCalls):
 
     def _release_drained(self) -> None:
         """Give back the leases of groups that drain beside a group that serves, so that the supervisor ends them."""
-        if any(group.health.state == "serving" for group in self._groups):
+        if any(it.health.state == "serving" and it.role != "prefill" for it in self._groups):
             for group in self._groups:
                 if group.health.state == "draining" and not group.open:
                     group.release()

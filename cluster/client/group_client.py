@@ -18,6 +18,7 @@ from cluster.client.open_request import OpenRequest
 from cluster.client.refusals import Refusals
 from cluster.client.router import Router
 from cluster.client.suspects import Suspects, turn
+from cluster.config.phalanx_config import Role
 from cluster.errors import SHUTDOWN_REASON, PoisonRequestError
 from cluster.supervisor.status import GroupHealth, GroupMembers, Registration
 from kernels.host.owned import Failed
@@ -37,6 +38,7 @@ class GroupClient:
     """`follow` the health of the group; `keep_open` runs as a task meanwhile.
 
     index       of the group in the pool
+    role        its part of a request; those in a prefill group end when the group cannot go on at once
     supervisor  handle of the supervisor
     router      of all groups; `learn` is called before it counts requests of a new epoch
     refusals    gets the digests of requests that have ended ranks
@@ -48,6 +50,7 @@ class GroupClient:
     def __init__(
         self,
         index: int,
+        role: Role,
         supervisor: Any,
         ingress_id: str,
         router: Router,
@@ -56,7 +59,7 @@ class GroupClient:
         learn: Callable[[int, GroupMembers], None],
         changed: Callable[[], None],
     ):
-        self.index = index
+        self.index, self.role = index, role
         self.health = GroupHealth("starting", 0, "")
         self.lease_id = ""
         self.open: dict[str, OpenRequest] = {}  # by the id that their rank has
@@ -92,14 +95,14 @@ class GroupClient:
                 logger.error("the group failed: %s", health.error)
             self.fail_requests(SHUTDOWN_REASON if stopped else health.error)
             self.close()
+        elif self.role == "prefill" and not health.alive:
+            self.fail_requests(f"the prefill group is {health.state}")
         self._woken.set()
         self._changed()
 
     def fail_requests(self, reason: str) -> None:
         """End the requests that have not ended."""
-        for request in self.open.values():
-            if not request.finished:  # otherwise its client has still to read the last tokens
-                request.put(RequestOutput(request.wire_id, [], "abort", reason))
+        _abort_all(self.open.values(), reason)
 
     def expire(self, lease_id: str) -> None:
         """Note that a lease has expired, and its streams with it. One that was replaced meanwhile is ignored."""
@@ -219,10 +222,12 @@ class GroupClient:
         if lease_id != self.lease_id:
             return
         self._router.load_of((self.index, rank)).reachable = False
+        moved = [it for it in self.open.values() if it.place[1] == rank and it.pinned is None]
         if any(load.reachable for load in self._router.reachable(self.index)):
             logger.warning("rank %d cannot be reached; other ranks go on with its requests", rank)
-            moved = [it for it in self.open.values() if it.place[1] == rank and it.pinned is None]
             await self._submit_again(moved)
+        elif self.role == "prefill":
+            _abort_all(moved, f"rank {rank} of the prefill group cannot be reached")
 
     async def _submit_again(self, requests: Iterable[OpenRequest]) -> None:
         """Submit requests that their ranks have no longer, with the tokens that they have emitted."""
@@ -284,3 +289,11 @@ class GroupClient:
         """Release what the last submission took."""
         if self.open.pop(request.wire_id, None) is not None:
             request.release()
+            self._router.keep(request.load, request.tail, request.emitted)
+
+
+def _abort_all(requests: Iterable[OpenRequest], reason: str) -> None:
+    """End the requests that have not ended."""
+    for request in requests:
+        if not request.finished:  # otherwise its client has still to read the last tokens
+            request.put(RequestOutput(request.wire_id, [], "abort", reason))

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from cluster.client.refusals import request_digest
-from cluster.client.router import Place, RankLoad, Router
+from cluster.client.router import Place, RankLoad, Router, Tail
 from workers.wire.request import (
     EngineRequest,
     PoolingParams,
@@ -24,9 +24,12 @@ class OpenRequest:
 
     pinned   the rank that the client chose, if it did
     adapter  id of its LoRA adapter; 0 for none
+    session  name that the requests of one session share; "" without one
+    hands_over  its end means that other ranks find its KV, see `EngineRequest`
     whole    `get` waits for the last output, because a wait for each output takes most of the time of an output
     load     counts the request at the rank that has it
     prefill_tokens  prompt tokens that count there until the first token
+    tail     end of the prompt, behind which its rank keeps the answer in its cache
     attempt  how often the request was submitted; a rank must not see one request id twice
     emitted  every token that came, whether the client has it or not
 
@@ -48,10 +51,13 @@ class OpenRequest:
     pinned: Place | None
     num_tokens: int
     whole: bool = False
+    hands_over: bool = False
     pooling: PoolingParams | None = None
     adapter: int = 0
+    session: str = ""
     load: RankLoad = field(default_factory=lambda: RankLoad((0, 0)))
     prefill_tokens: int = 0
+    tail: Tail = field(default_factory=lambda: Tail(0, []))
     attempt: int = 0
     emitted: list[int] = field(default_factory=list)
     fresh: bool = True
@@ -78,6 +84,32 @@ class OpenRequest:
         """The id of this attempt in its rank."""
         return f"{self.request_id}~{self.attempt}" if self.attempt > 1 else self.request_id
 
+    @property
+    def router_salt(self) -> str:
+        """The salt of the prefixes that the router remembers: adapters share none."""
+        return f"{self.adapter}:{self.cache_salt}" if self.adapter else self.cache_salt
+
+    def prompt_part(self, max_model_len: int) -> "OpenRequest":
+        """The prompt and its first token as a request of its own."""
+        num_prompt = len(self.prompt_token_ids)
+        return OpenRequest(
+            self.request_id,
+            self.prompt_token_ids,
+            replace(self.params, max_tokens=1),
+            self.priority,
+            self.cache_salt,
+            pinned=None,
+            num_tokens=num_prompt + 1,
+            hands_over=min(self.params.max_tokens, max_model_len - num_prompt) > 1,
+            adapter=self.adapter,
+            session=self.session,
+        )
+
+    def follow(self, part: "OpenRequest") -> None:
+        """Go on behind the outputs of the prompt part, in a group that has not seen this request."""
+        self.attempt = part.attempt  # a group that computes both sees two ids
+        self.emitted = part.emitted
+
     def begin_attempt(self) -> None:
         """Count an attempt; `load` is that of the attempt before."""
         self.attempt += 1
@@ -96,6 +128,7 @@ class OpenRequest:
             adapter=self.adapter,
             emitted_token_ids=self.emitted[:],
             on_trial=self.on_trial,
+            hands_over=self.hands_over,
         )
 
     def put(self, output: RequestOutput) -> None:
@@ -123,11 +156,12 @@ class OpenRequest:
         pick = router.pick(
             self.prompt_token_ids,
             self.num_tokens - len(self.prompt_token_ids),
-            cache_salt=f"{self.adapter}:{self.cache_salt}" if self.adapter else self.cache_salt,
+            cache_salt=self.router_salt,
             pinned=self.pinned,
             groups=groups,
+            session=self.session,
         )
-        self.load, self.prefill_tokens = pick.load, pick.prefill
+        self.load, self.prefill_tokens, self.tail = pick.load, pick.prefill, pick.tail
         pick.load.begin_prefill(pick.prefill)
 
     def end_prefill(self) -> None:

@@ -17,26 +17,31 @@ doubled the spread. With fresh reports, and with ingresses of unequal traffic, t
 reports. Equal ranks take turns from a different start in each ingress.
 
 A rank that holds a prefix of the prompt in its cache need not compute it again, but must not get every such request.
-So a rank that may hold the whole prompt is allowed a lead over the other ranks of `LEAD` requests of this size; a rank
+So a rank that may hold the whole prompt is allowed a lead over the other ranks of `lead` requests of this size; a rank
 that may hold half of it is allowed half of that. This bounds the imbalance however many requests share a prefix: a
 request that does not fit under the lead goes to the least loaded rank, which holds the prefix too from then on. The
-lead is counted in requests, not in tokens saved, so that the rule is the same for short and long answers.
-What a rank holds is estimated from its last prompts, up to the number of tokens that its cache has room for.
+lead is counted in requests, not in tokens saved, so that the rule is the same for short and long answers. Ranks that
+hold equally much share one lead: one more copy of a prefix that many requests have pays, one more copy of the prefix of
+a session does not, because the session uses one copy at a time.
+What a rank holds is estimated from its last prompts and answers, up to the number of tokens that its cache has room
+for. So the turns of a session stay with their rank, because each prompt repeats prompt and answer of the turn before.
+
+An ingress knows only prefixes that it has sent. Where several ingresses take the turns of one session, the name of the
+session stands in for the prefix: if all ranks hold equally much of a prompt as far as this ingress knows, the home of
+the session counts as a rank that holds the whole prompt. The home is found by rendezvous hashing, so all ingresses find
+the same rank without a message, and ranks that come or go move few sessions.
 """
 
-from collections import OrderedDict
+import hashlib
+from bisect import bisect_left
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from cluster.config.serve_section import PREFIX_LEAD
+
 CHUNK = 32
 """Tokens of a prompt that are cached or not cached together."""
-
-LEAD = 4
-"""Requests by which a rank may be ahead when it holds the whole prompt.
-
-Simulated with 20 shared prefixes over 4 ranks: a lead of 2 found 90 to 95 % of the prefixes, 4 finds 91 to 97 %. The
-most loaded rank had 19 % instead of 15 % more than the mean with 24 requests in flight, 2 % more in a burst of 400.
-"""
 
 PREFILL_WEIGHT = 2
 """Outstanding tokens that a prompt token without a first token counts for, beside itself.
@@ -111,10 +116,20 @@ class Pick:
     """The choice for one request; `load` counts its tokens until their `release`.
 
     prefill  prompt tokens without those that the rank may hold
+    tail     for `Router.keep`
     """
 
     load: RankLoad
     prefill: int
+    tail: "Tail"
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The end of a prompt, from which `Router.keep` continues: the hash of its full chunks, and the tokens behind."""
+
+    parent: int
+    token_ids: list[int]
 
 
 class Router:
@@ -124,6 +139,7 @@ class Router:
     num_replicas  ingresses that share the ranks
     start         first rank when all are equal; a random one, so that ingresses do not move in step
     cache_tokens  room of one rank's prefix cache; 0 without a cache
+    lead          requests by which a rank that holds the whole prompt may be ahead; 0: load alone decides
     """
 
     def __init__(
@@ -133,11 +149,15 @@ class Router:
         num_replicas: int = 1,
         start: int = 0,
         cache_tokens: int = 0,
+        lead: float = PREFIX_LEAD,
     ) -> None:
         self._groups: list[list[RankLoad]] = [[] for _ in group_sizes]
         self._max_chunks = [0] * len(group_sizes)
         self._num_replicas = num_replicas
-        self._next = start
+        self._lead = lead
+        self._next = defaultdict[frozenset[int], int](
+            lambda: start
+        )  # rank, by the groups to choose from
         for group, size in enumerate(group_sizes):
             self.resize(group, size, cache_tokens)
 
@@ -190,22 +210,41 @@ class Router:
         cache_salt: str = "",
         pinned: Place | None = None,
         groups: Collection[int] | None = None,
+        session: str = "",
     ) -> Pick:
         """Choose a reachable rank of `groups` (None: of all) for a request, and count the request's tokens there.
 
         num_output: expected tokens of the answer.
         pinned: the rank to take, if its group still has it
+        session: name that the requests of one session share; "" without one
         """
         num_tokens = len(prompt_token_ids) + num_output
-        chunks = self._chunks(prompt_token_ids, cache_salt) if any(self._max_chunks) else []
+        chunks = _chunks(prompt_token_ids, hash(cache_salt)) if any(self._max_chunks) else []
         if pinned is not None and pinned[1] < len(self._groups[pinned[0]]):
             load = self.load_of(pinned)
         else:
-            load = self._choose(chunks, len(prompt_token_ids), num_tokens, groups)
+            load = self._choose(chunks, len(prompt_token_ids), num_tokens, groups, session)
         load.outstanding += num_tokens
         prefill = len(prompt_token_ids) - CHUNK * load.num_held(chunks)
         load.remember(chunks, self._max_chunks[load.place[0]])
-        return Pick(load, prefill)
+        tail = Tail(
+            chunks[-1] if chunks else hash(cache_salt),
+            list(prompt_token_ids[CHUNK * len(chunks) :]),
+        )
+        return Pick(load, prefill, tail)
+
+    def missing(
+        self, prompt_token_ids: Sequence[int], *, cache_salt: str = "", groups: Collection[int]
+    ) -> int:
+        """The prompt tokens that no rank of `groups` holds; those of one rank are counted."""
+        chunks = _chunks(prompt_token_ids, hash(cache_salt))
+        held = max(load.num_held(chunks) for load in self._candidates(frozenset(groups)))
+        return len(prompt_token_ids) - CHUNK * held
+
+    def keep(self, load: RankLoad, tail: Tail, answer: Sequence[int]) -> None:
+        """Note that a rank holds an answer behind its prompt: the next turn of the session repeats both."""
+        if max_chunks := self._max_chunks[load.place[0]]:
+            load.remember(_chunks([*tail.token_ids, *answer], tail.parent), max_chunks)
 
     def report(self, place: Place, load_of_others: int) -> None:
         """Note the unfinished tokens that a rank has of other ingresses."""
@@ -217,29 +256,48 @@ class Router:
         prompt_len: int,
         num_tokens: int,
         groups: Collection[int] | None,
+        session: str,
     ) -> RankLoad:
-        lead = LEAD * num_tokens * CHUNK / prompt_len if chunks else 0.0  # of a chunk
-        loads = self.loads
-        among = range(len(self._groups)) if groups is None else groups
-        reachable = any(load.reachable for group in among for load in self._groups[group])
-        order = ((self._next + offset) % len(loads) for offset in range(len(loads)))
-        best, best_cost = -1, 0.0
-        for number in order:
-            load = loads[number]
-            if load.place[0] not in among or (reachable and not load.reachable):
-                continue
-            cost = load.outstanding + load.others / self._num_replicas
-            cost += PREFILL_WEIGHT * load.prefill - lead * load.num_held(chunks)
-            if best < 0 or cost < best_cost:  # the first of equals
-                best, best_cost = number, cost
-        assert best >= 0, f"no rank in groups {groups}"
-        self._next = (best + 1) % len(loads)
-        return loads[best]
+        lead = self._lead * num_tokens * CHUNK / prompt_len if chunks else 0.0  # of a chunk
+        among = frozenset(range(len(self._groups)) if groups is None else groups)
+        loads = self._candidates(among)
+        held = [load.num_held(chunks) for load in loads]
+        if session and chunks and self._num_replicas > 1 and min(held) == max(held):
+            held[_home(session, [load.place for load in loads])] = len(chunks)
+        ordered = sorted(held)
+        costs = [
+            load.outstanding
+            + load.others / self._num_replicas
+            + PREFILL_WEIGHT * load.prefill
+            - lead * count / (len(held) - bisect_left(ordered, count))
+            for load, count in zip(loads, held, strict=True)
+        ]
+        best = loads[costs.index(min(costs))]  # the first of equals
+        self._next[among] = self.number(best.place) + 1
+        return best
 
-    def _chunks(self, token_ids: Sequence[int], salt: str) -> list[int]:
-        """A hash of each full chunk and its prefix. A collision misleads an estimate, nothing else."""
-        chunks, parent = [], hash(salt)
-        for end in range(CHUNK, len(token_ids) + 1, CHUNK):
-            parent = hash((parent, *token_ids[end - CHUNK : end]))
-            chunks.append(parent)
-        return chunks
+    def _candidates(self, groups: frozenset[int]) -> list[RankLoad]:
+        """The ranks of `groups` that can be reached, or all of them if none can, from the next in turn."""
+        loads = self.loads
+        start = self._next[groups] % len(loads)
+        found = [load for load in (*loads[start:], *loads[:start]) if load.place[0] in groups]
+        assert found, f"no rank in groups {set(groups)}"
+        return [load for load in found if load.reachable] or found
+
+
+def _chunks(token_ids: Sequence[int], parent: int) -> list[int]:
+    """A hash of each full chunk and its prefix. A collision misleads an estimate, nothing else."""
+    chunks = []
+    for end in range(CHUNK, len(token_ids) + 1, CHUNK):
+        parent = hash((parent, *token_ids[end - CHUNK : end]))
+        chunks.append(parent)
+    return chunks
+
+
+def _home(session: str, places: Sequence[Place]) -> int:
+    """The index of the place with the highest hash of session and place, which is the same in every process."""
+
+    def weight(index: int) -> bytes:
+        return hashlib.blake2b(f"{places[index]}:{session}".encode(), digest_size=8).digest()
+
+    return max(range(len(places)), key=weight)

@@ -23,6 +23,7 @@ from cluster.commands.check_steps import (
     cascade_line,
     check_comm_sms,
     graph_line,
+    image_line,
     never_reached,
     overlap_lines,
     slow_for_want_of_graphs,
@@ -31,16 +32,18 @@ from cluster.commands.check_steps import (
 from cluster.config.api_keys import VARIABLE, load_digests
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import available_cores, check_num_ranks, resolve_rank_config
+from cluster.supervisor.group_spec import group_specs
 from kernels.backends import select
 from kernels.host.cache_folder import use_cache_folder
 from workers import hub
-from workers.config import ModelSection, RankConfig, not_for_answers
+from workers.config import ModelSection, RankConfig
 from workers.models.registry import configured_model
 from workers.rank.backend_choice import (
     backend_shape,
     four_bits_are_widened,
     fp8_is_not_kept,
     slow_attention,
+    warnings_of_answers,
 )
 from workers.rank.device_memory import size
 from workers.specs.model import ModelConfig
@@ -50,6 +53,7 @@ from workers.specs.model import ModelConfig
 class CheckReport:
     """Everything the command prints.
 
+    group          its name and role; None if the server has one group
     task           what the server answers with, and how it is made of the hidden states of a prompt
     checkpoint     of the Hub: the model, its commit, and the branches and tags that lead there; None for a folder
     steps          what of `cuda_graphs`, ubatches, cascade and speculation comes to pass, and why
@@ -58,6 +62,7 @@ class CheckReport:
     """
 
     config: dict[str, Any]
+    group: str | None
     checkpoint: str | None
     task: str
     ranks: list[RankRow]
@@ -72,8 +77,21 @@ class CheckReport:
         return asdict(self)
 
 
-def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport:
-    """Resolve a valid configuration; num_api_keys None = count the keys that the server would load.
+def check_groups(config: PhalanxConfig, num_api_keys: int | None = None) -> list[CheckReport]:
+    """Resolve a valid configuration: a report for each group, raises as `check` does."""
+    check_num_ranks(config)
+    if not config.pool:
+        return [check(config, num_api_keys)]
+    return [
+        check(spec.config, num_api_keys, group=f"{spec.name} ({spec.role})")
+        for spec in group_specs(config)
+    ]
+
+
+def check(
+    config: PhalanxConfig, num_api_keys: int | None = None, *, group: str | None = None
+) -> CheckReport:
+    """Resolve a valid configuration of one group; num_api_keys None = count the keys that the server would load.
 
     Raises BackendChoiceError when a named backend cannot run, GraphsUnavailableError when CUDA graphs are demanded and
     cannot be, ApiKeyError when the keys cannot be used, ConfigError when traces are wanted and their library is
@@ -105,21 +123,22 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
     )
     if rank_config.device == "cuda":
         refuse_too_large(rank_config, model, selection, unavailable, shape, config.kernels)
-    reasons = selection.reasons()
     return CheckReport(
         config=_resolved_tree(config, rank_config),
+        group=group,
         checkpoint=_checkpoint(config.model),
         task="generate" if model.pooling is None else str(model.pooling),
         ranks=ranks,
         backends={
-            family: {"name": name, "reason": reasons[family]}
-            for family, name in selection.names().items()
+            family: {"name": choice.name, "reason": choice.reason}
+            for family, choice in selection.choices.items()
         },
         steps={
             "cuda_graphs": graph_reason,
             **overlap,
             "cascade": cascade_line(rank_config, selection, model),
             "speculation": speculation_line(rank_config, model),
+            **image_line(rank_config, model),
         },
         alternatives=alternatives(selection, unavailable, shape),
         assumed=assumed,
@@ -171,9 +190,7 @@ def _warnings(
     else:
         yield from _cpu_warnings(rank_config, ranks[:per_node])
     yield from never_reached(config.overlap, rank_config.scheduler)
-    yield from not_for_answers(config.model)
-    for part in model.skipped_parts:
-        yield f"{part} of the checkpoint is not loaded: only text is served"
+    yield from warnings_of_answers(config.model, model)
     if rank_config.num_ranks > model.num_experts:
         yield (
             f"cluster.ranks is {rank_config.num_ranks} for {model.num_experts} experts: "
@@ -238,6 +255,8 @@ def _is_loopback(host: str) -> bool:
 
 def render(report: CheckReport, console: Console) -> None:
     """Print a report for people."""
+    if report.group is not None:
+        console.print(f"group {report.group}", style="bold")
     console.print("configuration", style="bold")
     _render_tree(report.config, "  ", console)
     if report.checkpoint is not None:

@@ -13,12 +13,13 @@ from kernels.interface.kv_layout import kv_block_bytes
 from kernels.routing.expert_map import ExpertMap
 from workers.adapters.layout import slots_bytes
 from workers.config import RankConfig
+from workers.images.limits import ImageLimits
 from workers.models.draft_config import load_draft_config
 from workers.rank.device_memory import size
 from workers.runner.graph_sizes import GraphSizes
 from workers.specs.expert_layout import moe_layers
 from workers.specs.model import ModelConfig
-from workers.weights.tensors import DTYPE_BYTES, rank_weight_bytes
+from workers.weights.tensors import DTYPE_BYTES, draft_head_bytes, rank_weight_bytes
 
 INT64 = 8
 
@@ -30,7 +31,7 @@ class RankRow:
     kv_bytes       KV cache; None if the rank measures the size when it starts
     state_bytes    states of linear attention, of running sequences and of prefixes, and inputs of drafts beside them
     adapter_bytes  slots of LoRA adapters
-    buffer_bytes   backends and the largest step
+    buffer_bytes   backends, the largest step, and the largest image with the embeddings that are kept
     ubatch_bytes   further all-to-alls and attentions of ubatches, 0 without ubatches
     graph_bytes    memory pool of the CUDA graphs, 0 without graphs; CUDA's own memory for each graph is measured later
     """
@@ -74,6 +75,7 @@ def rank_rows(
     expert_map = dims.expert_map(model.num_experts, config.experts.redundant_slots)
     held = backend_memory(selection, shape, num_ubatches=num_ubatches)
     step = held.step + _model_bytes(config, model, shape.dtype, shape.max_num_tokens)
+    step += image_bytes(config, model, shape.dtype.itemsize)
     graph_bytes = 0
     if graphs:
         of_graph = backend_memory(selection, replace(shape, max_num_tokens=graphs.largest))
@@ -96,6 +98,8 @@ def rank_rows(
         in_four_bits=selection.four_bit_experts,
     )
 
+    with_mtp = draft is not None and draft.eagle is None
+    head_bytes = draft_head_bytes(model, fp8_dense=selection.fp8_dense) if with_mtp else 0
     table = []
     for rank in dims.ranks():
         row = RankRow(
@@ -104,7 +108,7 @@ def rank_rows(
             device=f"cuda:{dims.local_rank(rank)}" if config.device == "cuda" else "cpu",
             experts=_expert_range(expert_map.experts_of(rank), config.experts.redundant_slots),
             adapter_bytes=slots_bytes(model, config, rank),
-            weight_bytes=sum(weight_bytes(part, rank=rank) for part in models),
+            weight_bytes=head_bytes + sum(weight_bytes(part, rank=rank) for part in models),
             kv_bytes=None,
             buffer_bytes=held.kept
             + step
@@ -195,6 +199,17 @@ def gpu_bytes() -> int | None:
         return None
     total: int = torch.cuda.get_device_properties(0).total_memory
     return total
+
+
+def image_bytes(config: RankConfig, model: ModelConfig, value_bytes: int) -> int:
+    """Return bytes of the largest image in the vision tower, and of embeddings: those kept and those of a step."""
+    spec = model.vision
+    if spec is None:
+        return 0
+    limits = ImageLimits.of(config, spec)
+    rows = config.scheduler.max_num_batched_tokens * spec.num_outputs * spec.output_size
+    kept = limits.cache_bytes(spec, value_bytes)
+    return limits.forward_bytes(spec, value_bytes) + kept + rows * value_bytes
 
 
 def _model_bytes(

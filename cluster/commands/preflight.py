@@ -113,16 +113,17 @@ def _end_with(parent: int) -> None:
 def _check(
     config: PhalanxConfig, num_api_keys: int
 ) -> "tuple[CheckReport | None, list[str] | Exception]":
-    from cluster.commands.check import check
+    from cluster.commands.check import check_groups
 
     try:
-        report = check(config, num_api_keys)
+        reports = check_groups(config, num_api_keys)
     except ValueError as error:  # a user's mistake
         return None, error
     except Exception as error:
         traceback.print_exc()
         return None, RuntimeError(f"{type(error).__name__}: {error}")
-    return report, report.warnings
+    warnings = dict.fromkeys(line for report in reports for line in report.warnings)
+    return reports[0], list(warnings)  # kernels of all groups are compiled alike
 
 
 def _compile(config: PhalanxConfig, report: "CheckReport") -> None:

@@ -13,22 +13,15 @@ def check_experts(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[
     """Yield problems of slots and of a saved map that the model or the number of ranks rules out."""
     if model is None:
         return
-    experts, ranks = config.experts, config.cluster.ranks
-    moved = experts.redundant_slots or experts.map is not None or experts.rebalance != "off"
-    if config.lora.max_loras and moved:
-        yield Problem(
-            "lora.max_loras",
-            f"{config.lora.max_loras} slots of adapters hold the experts in their order; expected 0, or "
-            "experts.redundant_slots 0, experts.map null and experts.rebalance off",
-            ("experts.redundant_slots", "experts.map", "experts.rebalance"),
-        )
+    experts = config.experts
+    ranks = min((group.ranks for group in config.pool), default=config.cluster.ranks)
     share = -(-model.num_experts // ranks)
     most = model.num_experts - share
     if experts.redundant_slots > most:
         yield Problem(
             "experts.redundant_slots",
             f"{experts.redundant_slots} slots beside {share} of {model.num_experts} experts; a rank holds no expert "
-            f"twice, so expected at most {most} with {ranks} rank(s) (cluster.ranks)",
+            f"twice, so expected at most {most} with {ranks} rank(s) (cluster.ranks, pool)",
             ("cluster.ranks", "model.path"),
         )
     if experts.map is not None:

@@ -11,6 +11,7 @@ from cluster.config.api_keys import ApiKeyError, read_keys_file
 from cluster.config.chat_template import ChatTemplateError, read_chat_template
 from cluster.config.check_experts import check_experts
 from cluster.config.check_lora import check_lora
+from cluster.config.check_pool import check_pool
 from cluster.config.check_speculation import check_speculation
 from cluster.config.errors import Problem
 from cluster.config.phalanx_config import PhalanxConfig, SchedulerSection
@@ -32,11 +33,23 @@ def check_together(config: PhalanxConfig) -> list[Problem]:
     problems += _check_scheduler(config)
     problems += _check_lengths(config, model)
     problems += _check_cache_dtype(config, model)
+    problems += _check_host_memory(config)
     problems += check_speculation(config, model)
     problems += check_experts(config, model)
     problems += check_lora(config)
+    problems += check_pool(config, model)
     problems += _check_serve(config)
     return problems
+
+
+def _check_host_memory(config: PhalanxConfig) -> Iterator[Problem]:
+    cache = config.cache
+    if cache.disk_path is not None and not cache.host_memory_gib:
+        message = "needs cache.host_memory_gib, which is 0: files keep what leaves host memory"
+        yield Problem("cache.disk_path", message, ("cache.host_memory_gib",))
+    if cache.host_memory_gib and not cache.prefix_caching:
+        message = "needs cache.prefix_caching, which is false: KV is found by its prefix"
+        yield Problem("cache.host_memory_gib", message, ("cache.prefix_caching",))
 
 
 def _check_cluster(config: PhalanxConfig) -> Iterator[Problem]:
@@ -171,15 +184,7 @@ def _check_lengths(config: PhalanxConfig, model: ModelConfig | None) -> Iterator
 def _check_cache_dtype(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[Problem]:
     """A precision of the KV cache that the model's attention cannot read."""
     wanted = config.cache.dtype
-    if model is None or wanted == "auto":
-        return
-    if wanted == "fp8":
-        if any(spec.mla is not None for spec in model.attention_specs):
-            yield Problem(
-                "cache.dtype",
-                "fp8 is for heads of K and V, the model caches latents (MLA); expected auto",
-                ("model.path",),
-            )
+    if model is None or wanted in ("auto", "fp8"):
         return
     dtype = model.dtype if config.model.dtype == "auto" else config.model.dtype
     if wanted != dtype:

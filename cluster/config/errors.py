@@ -63,9 +63,11 @@ def from_pydantic(error: ValidationError, model: type[BaseModel]) -> list[Proble
     known = dict(leaf_schemas(schema))
     found: dict[str, str] = {}
     for record in error.errors():
-        key, value, reason = _locate(record["loc"], schema), show(record["input"]), record["msg"]
+        (key, section), value = _locate(record["loc"], schema), show(record["input"])
+        reason = record["msg"]
         if record["type"] == "extra_forbidden":
-            found[key] = f"unknown key (value {value}); {_nearest(key, known)}"
+            of_section = dict(_leaves(section, schema, f"{key.rpartition('.')[0]}.".lstrip(".")))
+            found[key] = f"unknown key (value {value}); {_nearest(key, known | of_section)}"
         elif record["type"] == "missing":
             found[key] = "is missing"
         elif key not in found:
@@ -96,16 +98,21 @@ def _follow(schema: JsonSchema, root: JsonSchema) -> JsonSchema:
     return schema
 
 
-def _locate(loc: tuple[int | str, ...], root: JsonSchema) -> str:
-    """The dotted key of a pydantic location, without union arms."""
+def _locate(loc: tuple[int | str, ...], root: JsonSchema) -> tuple[str, JsonSchema]:
+    """The dotted key of a pydantic location, without union arms, and the schema of the last section on its way."""
     parts: list[str] = []
-    node = root
+    node = section = root
     for part in loc:
-        if "properties" not in node:
+        if "properties" in node:
+            child = node["properties"].get(str(part), {})
+        elif isinstance(part, int) and "properties" in _follow(node.get("items", {}), root):
+            child = node["items"]
+        else:
             break
         parts.append(str(part))
-        node = _follow(node["properties"].get(str(part), {}), root)
-    return ".".join(parts)
+        node = _follow(child, root)
+        section = node if "properties" in node else section
+    return ".".join(parts), section
 
 
 def _nearest(key: str, known: Mapping[str, Any]) -> str:

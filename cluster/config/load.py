@@ -78,6 +78,7 @@ def _fill_derived(source: ConfigSource, folder: Path) -> None:
     _make_absolute(source, folder, "serve", "tls_cert_file")
     _make_absolute(source, folder, "serve", "tls_key_file")
     _make_absolute(source, folder, "kernels", "cache")
+    _make_absolute(source, folder, "cache", "disk_path")
     _make_absolute(source, folder, "speculation", "draft_model")
     _make_absolute(source, folder, "experts", "map")
     _make_adapters_absolute(source, folder)

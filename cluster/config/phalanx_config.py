@@ -16,11 +16,11 @@ from workers.config import (
     ModelSection,
     OverlapConfig,
     SchedulerConfig,
-    SpeculationConfig,
 )
 from workers.lora_config import LoraConfig
 from workers.parallel import ParallelDims
 from workers.section import Auto, PositiveInt, Section
+from workers.speculation_config import SpeculationConfig
 
 MAX_RANKS = 1024
 # On a GPU a step of few tokens takes as long as one of some hundreds: it is bound by reading the weights.
@@ -109,6 +109,27 @@ class ClusterConfig(Section):
         return ParallelDims(num_ranks=self.ranks, num_nodes=self.nodes)
 
 
+Role = Literal["generate", "prefill", "decode"]
+"""The part of a request that a group computes: all of it, its prompt and first token, or what follows the prompt."""
+
+
+class PoolGroup(Section):
+    """One group of the model pool: ranks in lockstep, which fail and rebuild apart from other groups."""
+
+    role: Role = Field(
+        "generate",
+        description="generate = whole requests; prefill = prompts and first tokens, for groups of the role decode; "
+        "decode = what follows, with the prompt's KV from a prefill group, or computed here when there is none.",
+    )
+    ranks: int = Field(ge=1, le=MAX_RANKS, description="Of the group; it has all experts.")
+    nodes: int = Field(
+        1,
+        ge=1,
+        le=MAX_RANKS,
+        description="Machines of the group; its ranks divide evenly over them.",
+    )
+
+
 class SchedulerSection(SchedulerConfig):
     """Limits of one step on one rank; auto = by the device."""
 
@@ -134,6 +155,10 @@ class PhalanxConfig(Section):
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     experts: ExpertsConfig = Field(default_factory=ExpertsConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
+    pool: list[PoolGroup] = Field(
+        default_factory=list,
+        description="Groups of ranks, which together have cluster.ranks; none = one group of all ranks.",
+    )
     serve: ServeConfig = Field(default_factory=ServeConfig)
 
 

@@ -21,7 +21,6 @@ from workers.config import (
     ModelSection,
     RankConfig,
     SchedulerConfig,
-    SpeculationConfig,
 )
 from workers.kv_cache.demand import KVDemand, sizes_that_fit
 from workers.lora_config import AdapterConfig, LoadedAdapter
@@ -29,6 +28,7 @@ from workers.models.draft_config import auto_method, load_draft_config
 from workers.models.registry import configured_model
 from workers.specs.model import ModelConfig
 from workers.specs.pooling import PoolingSpec
+from workers.speculation_config import SpeculationConfig
 
 GIB = 2**30
 MAX_THREADS_PER_RANK = 8

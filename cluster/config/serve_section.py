@@ -13,6 +13,9 @@ from workers.section import Auto, Section
 _Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
 QUEUE_DEPTH = 8
 MIN_QUEUED = 1024
+PREFIX_LEAD = 8.0
+"""Simulated sessions in turns (`scripts.bench.sticky`, docs/results/sticky-simulation.json): up to 8 each larger lead
+finds more prefixes and shortens the time to the first token; beyond 8 prefixes gain little, and ranks differ more."""
 
 
 class LimitsConfig(Section):
@@ -171,6 +174,13 @@ class ServeConfig(Section):
     cors_origins: list[_Origin] = Field(
         default_factory=list,
         description="Origins of web pages that may call the API, such as https://chat.example; * = all.",
+    )
+    prefix_lead: float = Field(
+        PREFIX_LEAD,
+        ge=0,
+        le=1000,
+        description="Requests of a prompt's size by which the rank that holds its prefix may be ahead of other ranks "
+        "and still gets it, so that a session stays with its rank; beyond them load alone decides. 0 = it always does.",
     )
     max_queued_requests: Auto | Annotated[int, Field(ge=0)] = Field(
         "auto",

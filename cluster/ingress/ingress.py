@@ -69,6 +69,7 @@ class Ingress:
         recorder = Recorder(metrics, self._tracer, access_log=config.serve.access_log)
         self._client = EngineClient(config, replace_failed=not listen)
         self._client.metrics_source = metrics.snapshot
+        self._client.count_prompt = metrics.observe_prompt
         # The tokenizer's import takes seconds; the ranks start meanwhile.
         connected = asyncio.create_task(self._client.connect())
         tokenizer = await asyncio.to_thread(serving_tokenizer, config)

@@ -49,6 +49,9 @@ _REQUEST_FAMILIES = {
         "Mean time per token after the first, by request.", (), _PER_TOKEN
     ),
     "e2e_request_latency_seconds": Family("From arrival to the last token.", (), _REQUEST),
+    "prompts_by_place": Family(
+        "Prompts in a pool with the role prefill, by the group that computed them.", ("place",)
+    ),
     "request_prompt_tokens": Family("Prompt tokens of a choice.", (), _TOKENS),
     "request_generation_tokens": Family("Output tokens of a choice.", (), _TOKENS),
 }
@@ -74,6 +77,7 @@ class IngressMetrics:
         self._model_name = ""
         self._name = f"ingress-{uuid.uuid4().hex[:8]}"
         self._ended: dict[str, int] = {}
+        self._prompts: dict[str, int] = {}
         self._http: dict[tuple[str, str], int] = {}
         self._http_seconds: dict[str, Histogram] = {}
         self._histograms = {
@@ -93,6 +97,10 @@ class IngressMetrics:
     def observe_end(self, reason: str) -> None:
         """Count the end of a choice: stop, length, abort (the client left) or error."""
         self._ended[reason] = self._ended.get(reason, 0) + 1
+
+    def observe_prompt(self, place: str) -> None:
+        """Count a prompt in a pool with the role prefill, see `cluster.client.request_run.PromptPlace`."""
+        self._prompts[place] = self._prompts.get(place, 0) + 1
 
     def observe_finished(
         self,
@@ -128,6 +136,7 @@ class IngressMetrics:
         process = process_info()
         return {
             "request_success": {(reason,): [count] for reason, count in self._ended.items()},
+            "prompts_by_place": {(place,): [count] for place, count in self._prompts.items()},
             "http_requests": {key: [count] for key, count in self._http.items()},
             "http_request_duration_seconds": {
                 (handler,): histogram.values() for handler, histogram in self._http_seconds.items()

@@ -14,6 +14,7 @@ from cluster.offline.pool import run_pool
 
 if TYPE_CHECKING:
     from cluster.offline.dispatcher import Dispatcher
+    from cluster.offline.engine import OfflineEngine
 
 Fields = Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -56,33 +57,41 @@ class LLM:
         self,
         prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         params: Fields | Sequence[Fields] = (),
+        *,
+        adapter: str | Path | None = None,
         **fields: Any,
     ) -> list[Answer]:
         """Continue prompts, given as text or token ids. Returns an answer for each prompt, in order.
 
         `fields` are fields of POST /v1/completions for all prompts; `params` has fields for all prompts, or a mapping
         for each prompt, and goes first. The error of one prompt is in its answer.
+        `adapter` is a name of `lora.adapters`, or a folder that PEFT saved or a name on the Hub, which the first call
+        loads; each of several adapters may also be `model` in `params`. Raises BadRequestError where it does not load.
         """
         from cluster.api.request.protocol import CompletionRequest
         from cluster.offline.dispatcher import COMPLETIONS
 
         _check_names(fields, CompletionRequest.model_fields)
+        fields = self._with_adapter(fields, adapter)
         return self._answer(COMPLETIONS, "prompt", _as_prompts(prompts), params, fields)
 
     def chat(
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         params: Fields | Sequence[Fields] = (),
+        *,
+        adapter: str | Path | None = None,
         **fields: Any,
     ) -> list[Answer]:
         """Answer one conversation, a list of messages, or several. Returns an answer for each, in order.
 
-        `fields` are fields of POST /v1/chat/completions; `params` as in `generate`.
+        `fields` are fields of POST /v1/chat/completions; `params` and `adapter` as in `generate`.
         """
         from cluster.api.request.protocol import ChatRequest
         from cluster.offline.dispatcher import CHAT
 
         _check_names(fields, ChatRequest.model_fields)
+        fields = self._with_adapter(fields, adapter)
         return self._answer(CHAT, "messages", _as_conversations(conversations), params, fields)
 
     def embed(
@@ -154,6 +163,22 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _with_adapter(self, fields: dict[str, Any], adapter: str | Path | None) -> dict[str, Any]:
+        """Return the fields with an adapter as `model`, which is loaded unless it is there."""
+        if adapter is None:
+            return fields
+        client, name = self._open.client, str(adapter)
+        if name not in client.adapters:
+            path = str(Path(name).absolute()) if Path(name).is_dir() else name
+            self._open.run(client.load_adapter(name, path))
+        return {**fields, "model": name}
+
+    @property
+    def _open(self) -> "OfflineEngine":
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed")
+        return self._engine
+
     def _answer(
         self,
         url: str,
@@ -162,14 +187,10 @@ class LLM:
         params: Fields | Sequence[Fields],
         fields: Fields,
     ) -> list[Answer]:
-        if self._engine is None:
-            raise RuntimeError("this LLM is closed")
-        each = _for_each(params, len(inputs))
+        engine, each = self._open, _for_each(params, len(inputs))
         bodies = [{**fields, **own, name: value} for own, value in zip(each, inputs, strict=True)]
-        return self._engine.run(
-            answer_all(
-                self._engine.dispatcher, url, bodies, self._engine.concurrency, self._progress
-            )
+        return engine.run(
+            answer_all(engine.dispatcher, url, bodies, engine.concurrency, self._progress)
         )
 
 

@@ -86,7 +86,7 @@ class Formation:
         epoch = self._status.epoch
         name = f"{self._name}-{epoch}-{secrets.token_hex(16)}"
         secret, layout = secrets.token_bytes(32), self.balance.layout
-        rendezvous = Rendezvous(host, port, name, epoch, secret, layout)
+        rendezvous = Rendezvous(host, port, name, epoch, secret, layout, self._name)
         roster.called()
         config = roster.config.model_copy(update={"adapters": self.adapters})
         await self._gather(

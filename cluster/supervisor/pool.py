@@ -82,10 +82,10 @@ class ModelPool:
     def drain(self, group: Group, timeout_s: float) -> None:
         """End one group when its requests have ended, or after `timeout_s` seconds; other groups take new requests.
 
-        Raises ValueError if no other group serves.
+        Raises ValueError if no other group answers requests.
         """
         if not self.can_spare(group):
-            raise ValueError(f"no other group serves than {group.spec.name!r}; drain the server")
+            raise ValueError(f"no other group answers than {group.spec.name!r}; drain the server")
         self.begin_drain(group, timeout_s)
 
     def begin_drain(self, group: Group, timeout_s: float) -> None:
@@ -94,8 +94,9 @@ class ModelPool:
         self._own(group, self._stop_drained(group, timeout_s), "drain")
 
     def can_spare(self, group: Group) -> bool:
-        """Whether another group serves."""
-        return any(other.health.state == "serving" for other in self.groups if other is not group)
+        """Whether another group answers requests: groups of the role prefill do not."""
+        others = (other for other in self.groups if other is not group)
+        return any(it.health.state == "serving" and it.spec.role != "prefill" for it in others)
 
     def close_stream(self, index: int, lease_id: str) -> None:
         """Let the ranks of a group forget an ingress that is gone."""

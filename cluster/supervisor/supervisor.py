@@ -76,9 +76,10 @@ class Supervisor:
     def _create_groups(self, config: PhalanxConfig) -> list[Group]:
         if config.model.revision is not None:  # this node may be another than that of the command
             hub.fetch_description(config.model.path, config.model.revision)
-        rank_config = self._resolve(config)
-        self._device = rank_config.device
-        return [self._create_group(config, spec) for spec in group_specs(config, rank_config)]
+        # This actor holds no GPU and so sees none: Ray counts the GPUs of the cluster.
+        specs = group_specs(config, num_gpus=num_gpus())
+        self._device = specs[0].ranks.device
+        return [self._create_group(config, spec) for spec in specs]
 
     def _create_group(self, config: PhalanxConfig, spec: GroupSpec) -> Group:
         cluster = config.cluster
@@ -99,7 +100,6 @@ class Supervisor:
         )
 
     def _resolve(self, config: PhalanxConfig) -> RankConfig:
-        # This actor holds no GPU and so sees none: Ray counts the GPUs of the cluster.
         return resolve_rank_config(config, num_gpus=num_gpus())
 
     async def start(self, config: PhalanxConfig) -> None:
@@ -240,7 +240,7 @@ class Supervisor:
         anew: bool,
     ) -> None:
         kept = self._state.of(group.spec.name)
-        present = self._config if kept.config is None else kept.config
+        present = group.spec.config if kept.config is None else kept.config
         config = await asyncio.to_thread(changed_config, present, settings, allowed)
         check_num_ranks(config)
         ranks = self._resolve(config)

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import torch
 
 from kernels.all2all.comm_stream import CommStream
+from kernels.block_fp8 import Fp8Rows, widen_rows
 from kernels.host.triton_version import triton_unavailable
 from kernels.interface.backend import Backend, BackendShape
 from kernels.interface.context import BackendContext
@@ -26,23 +27,31 @@ def sum_partials(sums: torch.Tensor) -> torch.Tensor:
     return sums if sums.dim() == 2 else sums.sum(0, dtype=torch.float32).to(sums.dtype)
 
 
-def with_slots(
-    topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor, slots_T: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both with a further column: the slot of each row's adapter, as a negative id, of which no rank is owner.
+class SlotColumn:
+    """A further id of each row: the slot of its adapter, as a negative id, of which no rank is owner."""
 
-    slots_T   int64, 0 for none; None: no row has an adapter
-    """
-    code_T1 = topk_idx_TK.new_full((len(topk_idx_TK), 1), -1)
-    if slots_T is not None:
-        code_T1 -= slots_T.unsqueeze(1)
-    weight_T1 = topk_weights_TK.new_zeros(len(topk_weights_TK), 1)
-    return torch.cat((topk_idx_TK, code_T1), 1), torch.cat((topk_weights_TK, weight_T1), 1)
+    def __init__(self, max_rows: int, device: torch.device | str):
+        self._none_T1 = torch.full((max_rows, 1), -1, device=device)
+        self._weight_T1 = torch.zeros(max_rows, 1, device=device)
 
+    def beside(
+        self, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor, slots_T: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both with the further column, of weight 0.
 
-def slots_of_ids(topk_idx_NK: torch.Tensor) -> torch.Tensor:
-    """Return the slots [N] of `with_slots`, in the dtype of the ids."""
-    return -1 - topk_idx_NK[:, -1]
+        slots_T   int64, 0 for none; None: no row has an adapter
+        """
+        num_rows = len(topk_idx_TK)
+        code_T1 = self._none_T1[:num_rows]
+        if slots_T is not None:
+            code_T1 = code_T1 - slots_T.unsqueeze(1)
+        weight_T1 = self._weight_T1[:num_rows]
+        return torch.cat((topk_idx_TK, code_T1), 1), torch.cat((topk_weights_TK, weight_T1), 1)
+
+    @staticmethod
+    def slots_of(topk_idx_NK: torch.Tensor) -> torch.Tensor:
+        """Return the slots [N] of rows with the column, in the dtype of the ids."""
+        return -1 - topk_idx_NK[:, -1]
 
 
 @dataclass(frozen=True)
@@ -68,13 +77,15 @@ class ExpertInput:
     slots_N: torch.Tensor | None = None
 
     def permuted_rows(self) -> torch.Tensor:
-        """Return the rows in expert order; with `routing` the content of unused rows is undefined. Not of e4m3."""
-        assert self.scale_RS is None, "the grouped GEMM takes no rows in e4m3"
+        """Return the rows in expert order, those of e4m3 in bfloat16; with `routing` unused rows are undefined."""
+        x_ND = self.x_RD
+        if self.scale_RS is not None:
+            x_ND = widen_rows(Fp8Rows(x_ND, self.scale_RS))
         if self.routing is None:
-            return self.x_RD
+            return x_ND
         from kernels.triton.scatter_rows import scatter_rows
 
-        return scatter_rows(self.x_RD, self.routing.permuted_idx_NK, self.routing.num_permuted)
+        return scatter_rows(x_ND, self.routing.permuted_idx_NK, self.routing.num_permuted)
 
     def adapter_rows(self) -> ExpertRows:
         """Return the adapters of the permuted rows, where rows carry them."""
@@ -129,7 +140,7 @@ class AllToAll(Backend):
     needs_process_group  dispatch or combine uses the process group, which must live as long as the instance
     runs_on_stream       dispatch and combine run on `stream` from end to end
     carries_adapters     rows may carry the slot of their adapter, by a further id
-    adapters             rows carry it, in every dispatch
+    slot_column          rows carry it by this column, in every dispatch; None: they do not
     fp8_rows             rows travel in e4m3 with scales where `BackendShape.fp8_rows`; sums never do
     stream               CUDA stream of its dispatches and combines; None for the current one (see comm_stream.py)
     """
@@ -145,7 +156,7 @@ class AllToAll(Backend):
     runs_on_stream: bool = False
     fp8_rows: bool = False
     carries_adapters: bool = True
-    adapters: bool = False
+    slot_column: SlotColumn | None = None
     stream: CommStream | None = None
 
     @classmethod
@@ -206,8 +217,8 @@ class AllToAll(Backend):
         """Send each row to the ranks of its experts; return the rows of this rank's experts in `layout`.
 
         x_TD              in the model's dtype
-        topk_idx_TK       int64 ids of experts, as slots of all ranks (`ExpertMap`); -1 for none. With `adapters` the
-                          last column is that of `with_slots`
+        topk_idx_TK       int64 ids of experts, as slots of all ranks (`ExpertMap`); -1 for none. With a
+                          `slot_column` the last column is that of the adapters
         topk_weights_TK   float32
         T may be 0, and may differ between ranks unless `needs_equal_tokens`.
         """

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from kernels.all2all.base import AllToAll, ExpertInput, slots_of_ids
+from kernels.all2all.base import AllToAll, ExpertInput, SlotColumn
 from kernels.block_fp8 import BLOCK, Fp8Rows, quantise_groups
 from kernels.interface.backend import BackendShape
 from kernels.interface.context import BackendContext
@@ -197,7 +197,7 @@ def permute_local(
     routing = permutation.route(topk_idx_NK, rows)
     handle = Gathered(routing, topk_weights_NK, origin)
     values_ND, scale_NS = x_ND if isinstance(x_ND, Fp8Rows) else (x_ND, None)
-    slots_N = slots_of_ids(topk_idx_NK) if permutation.adapters else None
+    slots_N = SlotColumn.slots_of(topk_idx_NK) if permutation.adapters else None
     if isinstance(routing, DeviceRouting):
         return ExpertInput(values_ND, routing.offs_e, handle, routing, scale_NS, slots_N)
     if slots_N is not None:

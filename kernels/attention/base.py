@@ -24,6 +24,7 @@ class GraphForm(IntEnum):
     DECODES       any decodes
     NEW_PROMPTS   decodes, and prompts without computed tokens; faster than MIXED
     MIXED         decodes and any prompts
+    DRAFTS        decodes, with drafts behind them or without
     SHARED_DECODES, SHARED_MIXED   as DECODES and MIXED; leading blocks that decodes share are read once
     """
 
@@ -31,12 +32,13 @@ class GraphForm(IntEnum):
     DECODES = 1
     NEW_PROMPTS = 2
     MIXED = 3
-    SHARED_DECODES = 4
-    SHARED_MIXED = 5
+    DRAFTS = 4
+    SHARED_DECODES = 5
+    SHARED_MIXED = 6
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether sequences may have several rows."""
+        """Whether sequences may be prompts of several rows."""
         return self in (GraphForm.NEW_PROMPTS, GraphForm.MIXED, GraphForm.SHARED_MIXED)
 
     @property
@@ -266,6 +268,10 @@ class GraphAttention(Attention):
         Every address and launch shape equals that of the capture with the same `num_rows` and `form`. K and V of empty
         rows are not written; their output is finite, zero in the forms of decodes.
         """
+
+    def drafts_form(self, num_rows: int) -> GraphForm:
+        """Return the form of a graph of decodes with drafts, where `mixed_graph` is true."""
+        return GraphForm.MIXED
 
     def shorten(self, lens_R: torch.Tensor, slots_R: torch.Tensor) -> None:
         """Compute the decodes of the last `plan_graph` from here on with these lengths, which only the device has.

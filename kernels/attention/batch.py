@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
 import numpy as np
 import torch
 
-Axis = Literal["row", "token", "seq", "logits", "block"]
+Axis = Literal["row", "token", "seq", "logits", "block", "position"]
 _NOTHING = slice(0, 0)
 
 
@@ -22,6 +22,7 @@ class Shape:
     seq      B
     logits   rows with logits
     block    KV blocks of the longest sequence
+    position the three positions of a token: time, row and column
 
     A new field declares no more than this: the builder reserves memory by it, and `ubatch` cuts the first axis.
     """

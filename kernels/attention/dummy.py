@@ -6,6 +6,7 @@ T tokens, H query heads, h KV heads, M = H + 2h, N = H + h, d head dim, r rotate
 import torch
 
 from kernels.attention.base import Attention, AttentionBatch
+from kernels.attention.fp8_latents import latent_parts
 from kernels.attention.fp8_pages import Fp8Pages
 
 
@@ -66,8 +67,8 @@ class DummyAttention(Attention):
     ) -> None:
         from kernels.triton.store_latents import store_latents
 
-        cache = self.kv_caches[layer]
-        store_latents(q_THd, latent_TW, norm_C, eps, rotation_T1r, self._slots, cache)
+        parts = latent_parts(self.kv_caches[layer], self.specs[layer], self.block_size)
+        store_latents(q_THd, latent_TW, norm_C, eps, rotation_T1r, self._slots, *parts)
 
     def attend_latent(
         self, q_THd: torch.Tensor, latent_TW: torch.Tensor, kv_up_HuC: torch.Tensor, layer: int

@@ -200,7 +200,7 @@ class FlashInferAttention(GraphAttention):
         # Of each set of wrappers, because a set copies schedules from pinned memory that its next plan overwrites.
         self._plan_copied: dict[str, torch.cuda.Event] = {
             name: torch.cuda.Event()  # type: ignore[no-untyped-call]
-            for name in ("eager", "decodes", "prompts")
+            for name in ("eager", "decodes", "prompts", "drafts")
         }
         self.compile_kernels(dtype, self.specs)
         self._load()
@@ -303,9 +303,14 @@ class FlashInferAttention(GraphAttention):
                 return form
         return GraphForm.MIXED if prompts else GraphForm.DECODES
 
+    def drafts_form(self, num_rows: int) -> GraphForm:
+        assert self._graphs is not None, "reserve_graphs comes first"
+        return GraphForm.DRAFTS if self._graphs.takes_drafts(num_rows) else GraphForm.MIXED
+
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
         assert self._graphs is not None, "reserve_graphs comes first"
-        copied = self._plan_copied["prompts" if form.takes_prompts else "decodes"]
+        drafts, prompts = form == GraphForm.DRAFTS, form.takes_prompts
+        copied = self._plan_copied["drafts" if drafts else "prompts" if prompts else "decodes"]
         copied.synchronize()
         self._planned = self._graphs.plan(batch, num_rows, form, self._sharing)
         self._slots = self._graphs.slots[:num_rows]

@@ -3,7 +3,8 @@
 Graphs run one after the other, so all graphs share buffers. A graph of decodes has one kernel with a row for each
 sequence. A graph with prompts has two kernels: FlashAttention 2 for up to `max_seqs` decodes, FlashAttention 3 for the
 prompts behind them, in pages or all new. Both take their work from lists: neither writes rows of the other, and blocks
-of threads without work end at once.
+of threads without work end at once. A graph of decodes with drafts has FlashAttention 2 alone, where query heads of one
+KV head share tiles. FlashAttention 3 has tiles for each query head, and the host schedules each tile.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,75 +17,23 @@ from kernels.attention.base import AttentionBatch, GraphForm
 from kernels.attention.flashinfer_decodes import (
     ALIGNMENT_BYTES,
     Decodes,
+    PageBuffers,
     Pages,
     Shape,
     chunk_pages,
     few_are_even,
     plan_new_prompts,
 )
-from kernels.attention.flashinfer_plans import Caches, NewRows, Planned
+from kernels.attention.flashinfer_planned import PlannedDecodes, PlannedDrafts, PlannedMixed
+from kernels.attention.flashinfer_plans import Planned
 from kernels.attention.flashinfer_shared import SharedDecodes
 
 # Of a schedule of decodes; some 30 bytes a row are used.
 SCHEDULE_BYTES = 2**20
+# Of partial results of decodes with drafts, at most: 512 rows of 4,096 query values take 202 MB.
+DRAFT_BYTES = 256 * 2**20
 PREFILL_TILE_ROWS = 128  # tokens, of one head
 PREFILL_FIELDS = 8  # int32 of a tile in FlashAttention 3's schedule
-
-
-class _PlannedDecodes:
-    """One decode a row."""
-
-    def __init__(self, num_rows: int, wrapper: Any):
-        self._num_rows, self._wrapper = num_rows, wrapper
-
-    def run(self, new: NewRows, caches: Caches) -> torch.Tensor:
-        q_THd, *_ = new
-        assert len(q_THd) == self._num_rows, (len(q_THd), self._num_rows)
-        out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
-        self._wrapper.run(q_THd, caches, out=out_THd)
-        return out_THd
-
-
-class _PlannedMixed:
-    """Decodes in the first rows, prompts behind them; `out` is kept, and padding rows of it are zero."""
-
-    def __init__(
-        self,
-        num_decode_rows: int,
-        decodes: Any,
-        prompts: Any,
-        out_THd: torch.Tensor,
-        *,
-        all_new: bool,
-    ):
-        self._num_decode_rows, self._all_new = num_decode_rows, all_new
-        self._decodes, self._prompts, self._out_THd = decodes, prompts, out_THd
-
-    def run(self, new: NewRows, caches: Caches) -> torch.Tensor:
-        q_THd, out_THd, rows = new[0], self._out_THd, self._num_decode_rows
-        assert len(q_THd) == len(out_THd), (len(q_THd), len(out_THd))
-        self._decodes.run(q_THd[:rows], caches, out=out_THd[:rows])
-        if self._all_new:
-            self._prompts.run(*new, out=out_THd)
-        else:
-            self._prompts.run(q_THd, caches, out=out_THd)
-        return out_THd
-
-
-class _PageBuffers:
-    """`Pages` at fixed addresses."""
-
-    def __init__(self, num_rows: int, max_pages: int, device: torch.device):
-        self.lengths = torch.zeros(2 * num_rows + 1, dtype=torch.int32, device=device)
-        self.pages = torch.zeros(max_pages, dtype=torch.int32, device=device)
-
-    def of(self, num_rows: int) -> dict[str, torch.Tensor]:
-        """Return the buffers of `Pages` of `num_rows` rows, under the names of wrappers' arguments."""
-        return {
-            "paged_kv_indptr": self.lengths[: num_rows + 1],
-            "paged_kv_last_page_len": self.lengths[num_rows + 1 : 2 * num_rows + 1],
-            "paged_kv_indices": self.pages,
-        }
 
 
 class GraphPlans:
@@ -107,8 +56,9 @@ class GraphPlans:
         self._list_pages, self._block_size = list_pages, shapes[0].block_size
         self._max_seqs, self._device = max_seqs, device
         self.slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._decode_pages = _PageBuffers(max_seqs, max_seqs * max_blocks, device)
-        self._prompt_pages: _PageBuffers | None = None
+        self._decode_pages = PageBuffers(max_seqs, max_seqs * max_blocks, device)
+        self._prompt_pages: PageBuffers | None = None
+        self._drafts: dict[int, tuple[PageBuffers, torch.Tensor]] = {}  # by rows
         workspace = torch.zeros(
             max(_workspace_bytes(shape, max_seqs) for shape in shapes),
             dtype=torch.uint8,
@@ -138,6 +88,8 @@ class GraphPlans:
         shared   computes decodes in a form that shares blocks
         """
         assert not form.shares or shared is not None
+        if form == GraphForm.DRAFTS:
+            return self._plan_drafts(batch, num_rows)
         if form.takes_prompts:
             all_new = form == GraphForm.NEW_PROMPTS
             return self._plan_mixed(
@@ -173,6 +125,37 @@ class GraphPlans:
         """Return whether all decodes are short enough to be left whole, in every shape."""
         return all(graphs.even(batch.seq_lens_cpu, num_rows) for graphs in self._of_shape)
 
+    def _fill_slots(self, batch: AttentionBatch, num_rows: int) -> None:
+        slots, count = self.slots[:num_rows], len(batch.slot_mapping)
+        slots[:count].copy_(batch.slot_mapping)
+        slots[count:].fill_(-1)
+
+    def takes_drafts(self, num_rows: int) -> bool:
+        """Return whether graphs of so many rows have the form DRAFTS."""
+        return all(graphs.draft_bytes(num_rows) <= DRAFT_BYTES for graphs in self._of_shape)
+
+    def _plan_drafts(self, batch: AttentionBatch, num_rows: int) -> list[Planned]:
+        """Plan each row as if it might be a sequence: then partial results take as much memory as those of decodes."""
+        if num_rows not in self._drafts:
+            self._drafts[num_rows] = self._reserve_drafts(num_rows)
+        buffers, workspace = self._drafts[num_rows]
+        self._fill_slots(batch, num_rows)
+        pages = self._ship(batch, slice(0, batch.num_seqs), num_rows, buffers)
+        starts = self._query_starts(batch, 0, batch.num_seqs, num_rows)
+        return [
+            graphs.plan_drafts(starts, pages, buffers, workspace, batch.num_tokens)
+            for graphs in self._of_shape
+        ]
+
+    def _reserve_drafts(self, num_rows: int) -> tuple[PageBuffers, torch.Tensor]:
+        """Return pages and workspace for so many rows: those of a larger graph, which usually is captured first."""
+        larger = next((rows for rows in self._drafts if rows >= num_rows), None)
+        if larger is not None:
+            return self._drafts[larger]
+        size = max(graphs.draft_bytes(num_rows) for graphs in self._of_shape)
+        workspace = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        return PageBuffers(num_rows, len(self._decode_pages.pages), self._device), workspace
+
     def _plan_mixed(
         self,
         batch: AttentionBatch,
@@ -183,18 +166,16 @@ class GraphPlans:
     ) -> list[Planned]:
         if self._prompt_pages is None:
             self._prompt_pages = self._reserve_prompts()
-        slots, count = self.slots[:num_rows], len(batch.slot_mapping)
-        slots[:count].copy_(batch.slot_mapping)
-        slots[count:].fill_(-1)
+        self._fill_slots(batch, num_rows)
         first = batch.num_single_rows
         if shared is not None:
             shared.plan_graph(batch, min(num_rows, self._max_seqs))
         else:
             decodes = self._ship(batch, slice(0, first), self._max_seqs, self._decode_pages)
-            decode_starts = self._query_starts(batch, 0, first)
+            decode_starts = self._query_starts(batch, 0, first, self._max_seqs)
             for graphs in self._of_shape:
                 graphs.plan_some_decodes(decode_starts, decodes)
-        starts, prompts = self._query_starts(batch, first, batch.num_seqs), None
+        starts, prompts = self._query_starts(batch, first, batch.num_seqs, self._max_seqs), None
         if not all_new:
             seqs = slice(first, batch.num_seqs)
             prompts = self._ship(batch, seqs, self._max_seqs, self._prompt_pages)
@@ -203,10 +184,11 @@ class GraphPlans:
             for graphs in self._of_shape
         ]
 
-    def _query_starts(self, batch: AttentionBatch, first: int, end: int) -> torch.Tensor:
+    @staticmethod
+    def _query_starts(batch: AttentionBatch, first: int, end: int, max_seqs: int) -> torch.Tensor:
         """int32 [max_seqs + 1] of sequences `first` to `end` of the batch; further sequences have no rows."""
         starts = batch.query_start_loc_cpu[first : end + 1]
-        query_starts = np.full(self._max_seqs + 1, starts[-1], np.int32)
+        query_starts = np.full(max_seqs + 1, starts[-1], np.int32)
         query_starts[: len(starts)] = starts
         return torch.from_numpy(query_starts)
 
@@ -215,7 +197,7 @@ class GraphPlans:
         batch: AttentionBatch,
         seqs: slice,
         num_rows: int,
-        buffers: _PageBuffers,
+        buffers: PageBuffers,
         slots: tuple[torch.Tensor, ...] = (),
     ) -> Pages:
         """Fill the buffers with the pages of these sequences, in `num_rows` rows; copy slots[0] to slots[1]."""
@@ -225,8 +207,8 @@ class GraphPlans:
         self._list_pages(batch.block_table[seqs], pages.starts, pages.pages, *slots)
         return pages
 
-    def _reserve_prompts(self) -> _PageBuffers:
-        pages = _PageBuffers(self._max_seqs, len(self._decode_pages.pages), self._device)
+    def _reserve_prompts(self) -> PageBuffers:
+        pages = PageBuffers(self._max_seqs, len(self._decode_pages.pages), self._device)
         for graphs in self._of_shape:
             graphs.reserve_prompts(pages)
         return pages
@@ -245,7 +227,7 @@ class _ShapeGraphs:
         flashinfer: Any,
         shape: Shape,
         workspace: torch.Tensor,
-        decode_pages: _PageBuffers,
+        decode_pages: PageBuffers,
         *,
         max_rows: int,
         max_seqs: int,
@@ -255,6 +237,8 @@ class _ShapeGraphs:
         self._max_rows, self._max_seqs = max_rows, max_seqs
         self._schedule = self._bytes(SCHEDULE_BYTES)
         self._decodes: dict[tuple[int, bool], Decodes] = {}
+        self._drafts: dict[int, Any] = {}
+        self._out_THd: torch.Tensor | None = None
 
     def even(self, seq_lens: np.ndarray, num_rows: int) -> bool:
         """Return whether decodes of these lengths are all left whole."""
@@ -270,7 +254,43 @@ class _ShapeGraphs:
             self._decodes[key] = self._new_decodes(num_rows, cuts)
         chunk = self._chunk_of(pages) if cuts else None
         self._decodes[key].plan(pages, num_rows, chunk, self._shape)
-        return _PlannedDecodes(num_rows, self._decodes[key].wrapper)
+        return PlannedDecodes(num_rows, self._decodes[key].wrapper)
+
+    def draft_bytes(self, num_rows: int) -> int:
+        """Return the bytes of partial results of a graph of decodes with drafts."""
+        return _workspace_bytes(self._shape, num_rows)
+
+    def plan_drafts(
+        self,
+        query_starts: torch.Tensor,
+        pages: Pages,
+        buffers: PageBuffers,
+        workspace: torch.Tensor,
+        num_tokens: int,
+    ) -> Planned:
+        """Plan decodes with drafts behind them, in as many rows as `pages` has."""
+        num_rows = pages.num_rows
+        if num_rows not in self._drafts:
+            paged = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+            own = {f"{name}_buf": it for name, it in buffers.of(num_rows).items()}
+            kernel = self._wrapper(paged, "fa2", self._schedule, num_rows, num_rows, **own)
+            kernel.reset_workspace_buffer(workspace, self._schedule)
+            self._drafts[num_rows] = kernel
+        kernel, out_THd = self._drafts[num_rows], self._output()[:num_rows]
+        out_THd[num_tokens:].zero_()
+        self._plan_pages(kernel, query_starts, pages, causal=True)
+        return PlannedDrafts(kernel, out_THd)
+
+    def _output(self) -> torch.Tensor:
+        """Return the output of graphs with sequences of several rows [max_rows, H, d]: its address stays."""
+        if self._out_THd is None:
+            spec = self._shape.spec
+            self._out_THd = torch.zeros(
+                (self._max_rows, spec.num_heads, spec.head_dim),
+                dtype=self._shape.dtype,
+                device=self._device,
+            )
+        return self._out_THd
 
     def plan_some_decodes(self, query_starts: torch.Tensor, pages: Pages) -> None:
         """Plan the decodes of a step with prompts."""
@@ -279,7 +299,7 @@ class _ShapeGraphs:
 
     def planned_shared(self, num_rows: int, shared: SharedDecodes) -> Planned:
         """Return the decodes that `shared` has planned, one a row."""
-        return _PlannedDecodes(num_rows, shared.of(self._shape.spec))
+        return PlannedDecodes(num_rows, shared.of(self._shape.spec))
 
     def plan_prompts(
         self,
@@ -290,7 +310,7 @@ class _ShapeGraphs:
         shared: SharedDecodes | None,
     ) -> Planned:
         """Plan prompts behind the decodes of `shared` or `plan_some_decodes`; pages None: K and V are the new rows."""
-        out_THd = self._out_THd[:num_rows]
+        out_THd = self._output()[:num_rows]
         out_THd[num_tokens:].zero_()
         prompts = self._new_prompts if pages is None else self._prompts
         if pages is None:
@@ -299,26 +319,21 @@ class _ShapeGraphs:
             self._plan_pages(prompts, query_starts, pages, causal=True)
         rows = min(num_rows, self._max_seqs)
         decodes = self._some_decodes if shared is None else shared.of(self._shape.spec)
-        return _PlannedMixed(rows, decodes, prompts, out_THd, all_new=pages is None)
+        return PlannedMixed(rows, decodes, prompts, out_THd, all_new=pages is None)
 
-    def reserve_prompts(self, prompt_pages: _PageBuffers) -> None:
+    def reserve_prompts(self, prompt_pages: PageBuffers) -> None:
         """Allocate for graphs with prompts: wrappers with the addresses of the largest step."""
         spec, seqs = self._shape.spec, self._max_seqs
-        self._out_THd = torch.zeros(
-            (self._max_rows, spec.num_heads, spec.head_dim),
-            dtype=self._shape.dtype,
-            device=self._device,
-        )
         tiles = spec.num_heads * (-(-self._max_rows // PREFILL_TILE_ROWS) + seqs)
         schedule = self._bytes(4 * PREFILL_FIELDS * tiles + ALIGNMENT_BYTES)
         paged = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
         pages = {f"{name}_buf": it for name, it in prompt_pages.of(seqs).items()}
-        self._prompts = self._wrapper(paged, "fa3", schedule, self._max_rows, **pages)
+        self._prompts = self._wrapper(paged, "fa3", schedule, self._max_rows, seqs, **pages)
         pages = {f"{name}_buf": it for name, it in self._decode_pages.of(seqs).items()}
-        self._some_decodes = self._wrapper(paged, "fa2", self._schedule, seqs, **pages)
+        self._some_decodes = self._wrapper(paged, "fa2", self._schedule, seqs, seqs, **pages)
         ragged = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper
         starts = {"kv_indptr_buf": torch.zeros(seqs + 1, dtype=torch.int32, device=self._device)}
-        self._new_prompts = self._wrapper(ragged, "fa3", schedule, self._max_rows, **starts)
+        self._new_prompts = self._wrapper(ragged, "fa3", schedule, self._max_rows, seqs, **starts)
 
     def _plan_pages(
         self, wrapper: Any, query_starts: torch.Tensor, pages: Pages, **options: Any
@@ -357,10 +372,11 @@ class _ShapeGraphs:
         backend: str,
         schedule: torch.Tensor,
         max_rows: int,
+        max_seqs: int,
         **buffers: torch.Tensor,
     ) -> Any:
         """A wrapper for up to `max_seqs` sequences with `max_rows` rows together, at addresses that never change."""
-        query_starts = torch.zeros(self._max_seqs + 1, dtype=torch.int32, device=self._device)
+        query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=self._device)
         wrapper = kind(
             self._workspace,
             backend=backend,

@@ -22,6 +22,7 @@ from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.flashinfer_decodes import Pages
 from kernels.attention.flashinfer_mla_shared import PAIRED_ROWS, SharedLatents, own_latents
 from kernels.attention.flashinfer_modules import compile_missing, latent_modules
+from kernels.attention.fp8_latents import latent_parts
 from kernels.attention.shared_prefixes import SharingCost
 from kernels.host.hopper import on_hopper
 from kernels.interface.attention_spec import AttentionSpec
@@ -56,7 +57,7 @@ class FlashInferMlaAttention(GraphAttention):
     auto = "latent attention (MLA), decodes on the pages where they lie, planned once a step"
     fused_store = cascades = True
     mla = True
-    distributions = ("flashinfer-python",)
+    distributions: tuple[str, ...] = ("flashinfer-python",)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)
@@ -130,21 +131,18 @@ class FlashInferMlaAttention(GraphAttention):
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """Also compile flashinfer's kernels, if this machine has not done so before (minutes)."""
         super().bind(kv_caches)
-        rank = self.dims.rank
-        self._latents = [(cache[..., :rank], cache[..., rank:]) for cache in kv_caches]
+        self._latents = [
+            latent_parts(cache, spec, self.block_size)
+            for spec, cache in zip(self.specs, kv_caches, strict=False)
+        ]
         self._chunks, self._chunk_wrappers, self._graph_pages = [], [], None
         if not kv_caches:
             return
-        assert kv_caches[0].dtype == torch.bfloat16, kv_caches[0].dtype
+        wanted = torch.uint8 if self.spec.fp8_cache else torch.bfloat16
+        assert kv_caches[0].dtype == wanted, kv_caches[0].dtype
         device = self._device = kv_caches[0].device
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        mla = self._flashinfer.mla.BatchMLAPagedAttentionWrapper
-        self._decodes = mla(self._workspace, backend="fa3")
-        if self.shared_reads is not None:
-            wrapper = mla(self._workspace, backend="fa3")
-            place = self.block_size, device
-            self._sharing = SharedLatents(wrapper, self._plan_latents, self._list_pages, *place)
         self._new_rows = self._ragged()
         self._plan_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.compile_kernels(torch.bfloat16, self.specs)
@@ -155,11 +153,20 @@ class FlashInferMlaAttention(GraphAttention):
 
     def _load(self) -> None:
         """Plan one token as decode and as prompt, which loads the modules."""
-        page = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self._plan_decodes(torch.arange(2, dtype=torch.int32), page, np.ones(1, dtype=np.int32))
+        self._load_decodes()
         ends = np.arange(2, dtype=np.int32)
         self._plan_prompts(self._new_rows, ends, ends, causal=True)
         torch.cuda.synchronize(self._device)
+
+    def _load_decodes(self) -> None:
+        mla = self._flashinfer.mla.BatchMLAPagedAttentionWrapper
+        self._decodes = mla(self._workspace, backend="fa3")
+        if self.shared_reads is not None:
+            wrapper = mla(self._workspace, backend="fa3")
+            place = self.block_size, self._device
+            self._sharing = SharedLatents(wrapper, self._plan_latents, self._list_pages, *place)
+        page = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._plan_decodes(torch.arange(2, dtype=torch.int32), page, np.ones(1, dtype=np.int32))
 
     def plan(self, batch: AttentionBatch) -> None:
         self._slots = batch.slot_mapping
@@ -169,18 +176,21 @@ class FlashInferMlaAttention(GraphAttention):
         self._plan_copied.synchronize()
         self._shares = False
         if batch.num_single_rows:
-            shared = self.take_shared(batch)
-            if shared is not None and self._sharing is not None:
-                self._shares = True
-                self._sharing.plan(batch, shared)
-            lens, table = own_latents(batch, shared, self.block_size)
-            pages = Pages(lens, self.block_size)
-            pages.ship(torch.empty(pages.total, dtype=torch.int32, device=self._device))
-            self._list_pages(table, pages.starts, pages.pages)
-            self._plan_decodes(pages.starts_cpu, pages.pages, lens)
+            self._plan_single_rows(batch)
         if batch.num_seqs > batch.num_single_rows:
             self._plan_extends(batch)
         self._plan_copied.record()
+
+    def _plan_single_rows(self, batch: AttentionBatch) -> None:
+        shared = self.take_shared(batch)
+        if shared is not None and self._sharing is not None:
+            self._shares = True
+            self._sharing.plan(batch, shared)
+        lens, table = own_latents(batch, shared, self.block_size)
+        pages = Pages(lens, self.block_size)
+        pages.ship(torch.empty(pages.total, dtype=torch.int32, device=self._device))
+        self._list_pages(table, pages.starts, pages.pages)
+        self._plan_decodes(pages.starts_cpu, pages.pages, lens)
 
     def _plan_decodes(
         self, page_starts_cpu: torch.Tensor, pages: torch.Tensor, lens_cpu: np.ndarray
@@ -267,8 +277,8 @@ class FlashInferMlaAttention(GraphAttention):
         norm_C: torch.Tensor,
         eps: float,
     ) -> None:
-        cache = self.kv_caches[layer]
-        self._store_latents(q_THd, latent_TW, norm_C, eps, rotation_T1r, self._slots, cache)
+        parts = self._latents[layer]
+        self._store_latents(q_THd, latent_TW, norm_C, eps, rotation_T1r, self._slots, *parts)
         wait_previous_ubatch()
 
     def attend_latent(
@@ -292,24 +302,24 @@ class FlashInferMlaAttention(GraphAttention):
         """Write the attention of the planned decodes to out_BHv."""
         nope = self.dims.nope_dim
         q_HBC = torch.bmm(q_BHd[..., :nope].transpose(0, 1), kv_up_HuC[:, :nope])
-        q_BHC, q_BHr = q_HBC.transpose(0, 1), q_BHd[..., nope:]
-        if self._shares:
-            o_HBC = self._attend_shared(q_BHC, q_BHr, layer)
-        else:
-            o_HBC = torch.empty_like(q_HBC)
-            latents = self._latents[layer]
-            self._decodes.run(q_BHC, q_BHr, *latents, out=o_HBC.transpose(0, 1))
+        o_HBC = self._attend_absorbed(q_HBC, q_BHd[..., nope:], layer)
         torch.bmm(o_HBC, kv_up_HuC[:, nope:].transpose(1, 2), out=out_BHv.transpose(0, 1))
 
-    def _attend_shared(self, q_BHC: torch.Tensor, q_BHr: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return the attention of decodes to own and shared latents, [H, B, C]."""
+    def _attend_absorbed(
+        self, q_HBC: torch.Tensor, rope_BHr: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        """Return the attention of the planned decodes over the latents themselves, [H, B, C]."""
+        q_BHC, latents = q_HBC.transpose(0, 1), self._latents[layer]
+        if not self._shares:
+            o_HBC = torch.empty_like(q_HBC)
+            self._decodes.run(q_BHC, rope_BHr, *latents, out=o_HBC.transpose(0, 1))
+            return o_HBC
         assert self._sharing is not None
         o_BHC = torch.empty(q_BHC.shape, dtype=q_BHC.dtype, device=q_BHC.device)
         lse_BH = o_BHC.new_empty(o_BHC.shape[:2], dtype=torch.float32)
         own = {"out": o_BHC, "lse": lse_BH, "return_lse": True}
-        self._decodes.run(q_BHC, q_BHr, *self._latents[layer], **own)
-        shared = self._sharing.run(q_BHC, q_BHr, self._latents[layer])
-        self._merge_attention(o_BHC, lse_BH, *shared)
+        self._decodes.run(q_BHC, rope_BHr, *latents, **own)
+        self._merge_attention(o_BHC, lse_BH, *self._sharing.run(q_BHC, rope_BHr, latents))
         return o_BHC.transpose(0, 1)
 
     def _extend(
@@ -327,13 +337,16 @@ class FlashInferMlaAttention(GraphAttention):
             return
         _, lse_MH = self._new_rows.run(q_MHd, *kv, out=out_MHv, return_lse=True)
         del kv  # its memory is enough for a chunk
-        slots = self.kv_caches[layer].view(-1, self.dims.width)
         for chunk in self._chunks:
             rows = chunk.rows
-            kv = self._expand(slots.index_select(0, chunk.slots), kv_up_HuC)
+            kv = self._expand(self._cached(layer, chunk.slots), kv_up_HuC)
             found = chunk.wrapper.run(q_MHd[rows], *kv, return_lse=True)
             self._merge_attention(out_MHv[rows], lse_MH[rows], *found)
             del kv, found
+
+    def _cached(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """Return the latents [L, W] of these slots."""
+        return self.kv_caches[layer].view(-1, self.dims.width).index_select(0, slots)
 
     def _expand(
         self, latent_LW: torch.Tensor, kv_up_HuC: torch.Tensor

@@ -105,7 +105,7 @@ class SharedLatents:
         self,
         q_RHC: torch.Tensor,
         q_RHr: torch.Tensor,
-        latents: tuple[torch.Tensor, torch.Tensor],
+        latents: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the attention of each row to the latents it shares, [R, H, C], and log-sum-exps of base 2, [R, H].
 

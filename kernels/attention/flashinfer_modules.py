@@ -128,21 +128,23 @@ def seal_modules(cache: Path) -> int:
 def modules(dtype: torch.dtype, head_dim: int) -> tuple[Wanted, ...]:
     """Return what `FlashInferAttention` of this dtype and head dim loads on this machine's GPU.
 
-    Decodes run without a mask, because a row sees all of its sequence.
+    Decodes run without a mask, because a row sees all of its sequence. Decodes with drafts in graphs have several rows.
     """
     from flashinfer.jit.attention import gen_batch_prefill_module
 
     types = (dtype, dtype, dtype, torch.int32, head_dim, head_dim)
     no_options = (0, False, False, False)  # position encoding, window, soft cap, 16-bit sums
-    masks = {"fa2": (NONE,), "fa3": (CAUSAL,)} if on_hopper() else {"fa2": (NONE, CAUSAL)}
+    masks = {"fa2": (NONE, CAUSAL)} | ({"fa3": (CAUSAL,)} if on_hopper() else {})
     return tuple(
         Wanted(gen_batch_prefill_module(backend, *types, *no_options), of_backend)
         for backend, of_backend in masks.items()
     )
 
 
-def latent_modules(dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> list[Wanted]:
-    """Return what `FlashInferMlaAttention` loads for layers of these specs."""
+def latent_modules(
+    dtype: torch.dtype, specs: Iterable[AttentionSpec], *, decodes: bool = True
+) -> list[Wanted]:
+    """Return what `FlashInferMlaAttention` loads for layers of these specs; decodes: also the module of decodes."""
     from flashinfer.jit import gen_batch_mla_module
     from flashinfer.jit.attention import gen_batch_prefill_module
 
@@ -151,9 +153,11 @@ def latent_modules(dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> list[W
         dims = spec.mla
         assert dims is not None
         profiler, no_options = False, (0, False, False, False)
-        decodes = gen_batch_mla_module("fa3", *types, dims.rank, dims.rope_dim, profiler)
+        if decodes:  # one unit
+            module = gen_batch_mla_module("fa3", *types, dims.rank, dims.rope_dim, profiler)
+            found.append(Wanted(module, ()))
         heads = spec.head_dim, dims.value_dim
         prompts = gen_batch_prefill_module("fa3", *types, *heads, *no_options)
-        # Prompts see all of their computed tokens, and the new ones before each row. Decodes are one unit.
-        found += [Wanted(decodes, ()), Wanted(prompts, (NONE, CAUSAL))]
+        # Prompts see all of their computed tokens, and the new ones before each row.
+        found.append(Wanted(prompts, (NONE, CAUSAL)))
     return found

@@ -10,36 +10,22 @@ u = n + v, C values of a latent, W = C + r, B sequences, L keys, M query rows.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from kernels.attention.base import Attention
+from kernels.attention.latent_cache import Fp8LatentCache, LatentCache
 from kernels.attention.partial import merge_partial, partial_attention
 from kernels.attention.sdpa import DecodeGroup, Extend, SdpaAttention
 from kernels.attention.shared_rows import decode_shared
-from kernels.interface.attention_spec import AttentionSpec, MlaDims
+from kernels.interface.attention_spec import MlaDims
 from kernels.pending import wait_previous_ubatch
 
 # Keys that are expanded at once, and query rows of one call: together they bound the scores in memory.
 KEY_CHUNK = 512
 QUERY_CHUNK = 256
-
-
-class LatentCache:
-    """One layer's sizes, and flat views of its cache: whole blocks for reading, slots for writing."""
-
-    def __init__(self, spec: AttentionSpec, kv_cache: torch.Tensor):
-        assert spec.mla is not None
-        self.dims, self.scale, self.num_heads = spec.mla, spec.scale, spec.num_heads
-        num_blocks, block_size, width = kv_cache.shape
-        self.blocks = kv_cache.view(num_blocks, block_size * width)
-        self.slots = kv_cache.view(num_blocks * block_size, width)
-
-    def keys_and_values(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the latents of whole blocks as the one head of K, [L, 1, W], and of V, [L, 1, C]."""
-        latents_L1W = self.blocks.index_select(0, blocks).view(-1, 1, self.dims.width)
-        return latents_L1W, latents_L1W[..., : self.dims.rank]
 
 
 class MlaAttention(SdpaAttention):
@@ -53,7 +39,9 @@ class MlaAttention(SdpaAttention):
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         Attention.bind(self, kv_caches)
         self._latents = [
-            LatentCache(spec, kv_cache)
+            Fp8LatentCache(spec, kv_cache, self.block_size)
+            if spec.fp8_cache
+            else LatentCache(spec, kv_cache)
             for spec, kv_cache in zip(self.specs, kv_caches, strict=False)
         ]
 
@@ -64,7 +52,7 @@ class MlaAttention(SdpaAttention):
         cache = self._latents[layer]
         if num_rows > num_tokens:
             latent_TW = latent_TW[:num_tokens]
-        cache.slots.index_copy_(0, self._slot_mapping, latent_TW)
+        latent_TW = cache.store(latent_TW, self._slot_mapping)
         wait_previous_ubatch()
         out_THv = q_THd.new_empty(num_rows, cache.num_heads, cache.dims.value_dim)
         if num_rows > num_tokens:
@@ -101,7 +89,8 @@ class MlaAttention(SdpaAttention):
                 found_BHC = _decode_group(q_BHW.index_select(0, group.rows), cache, group)
                 o_BHC.index_copy_(0, group.rows, found_BHC)
         if self._shared is not None:
-            decode_shared(self._shared, q_BHW, cache.keys_and_values, cache.scale, o_BHC)
+            read = partial(cache.keys_and_values, dtype=q_BHW.dtype)
+            decode_shared(self._shared, q_BHW, read, cache.scale, o_BHC)
         o_HBv = torch.bmm(o_BHC.transpose(0, 1), kv_up_HuC[:, nope:].transpose(1, 2))
         out_BHv.copy_(o_HBv.transpose(0, 1))
 
@@ -142,19 +131,20 @@ class MlaAttention(SdpaAttention):
             return
         blocks = max(1, KEY_CHUNK // self.block_size)
         for first in range(0, len(extend.blocks), blocks):
-            found = cache.blocks.index_select(0, extend.blocks[first : first + blocks])
+            found_LW = cache.read(extend.blocks[first : first + blocks], latent_MW.dtype)
             start = first * self.block_size
-            yield start, found.view(-1, cache.dims.width)[: num_keys - start]
+            yield start, found_LW[: num_keys - start]
 
 
 def _decode_group(q_BHW: torch.Tensor, cache: LatentCache, group: DecodeGroup) -> torch.Tensor:
     """Return the attention of absorbed queries over latents, [B, H, C]; the heads are rows of one KV head."""
-    latents_LW = cache.blocks.index_select(0, group.blocks).view(-1, cache.dims.width)
+    latents_LW = cache.read(group.blocks, q_BHW.dtype)
     group.clear_hidden(latents_LW)
     keys_B1LW = latents_LW.view(len(q_BHW), 1, -1, cache.dims.width)
     # The rotated key is a part of the values too: equal widths take a faster kernel, and it is cut off.
+    mask_B11L = None if group.mask_B11L is None else group.mask_B11L.to(q_BHW.dtype)
     found_B1HW = F.scaled_dot_product_attention(
-        q_BHW.unsqueeze(1), keys_B1LW, keys_B1LW, attn_mask=group.mask_B11L, scale=cache.scale
+        q_BHW.unsqueeze(1), keys_B1LW, keys_B1LW, attn_mask=mask_B11L, scale=cache.scale
     )
     return found_B1HW[:, 0, :, : cache.dims.rank]
 

@@ -1,4 +1,4 @@
-"""Attention with decodes in C, which reads K and V in the cache's blocks without a copy. float32 on CPU.
+"""Attention in C of decodes, with drafts or without, which reads K and V in the blocks of the cache. float32 on CPU.
 
 B sequences, H query heads, h KV heads, d head dim.
 """
@@ -6,6 +6,7 @@ B sequences, H query heads, h KV heads, d head dim.
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from kernels.attention.base import AttentionBatch
@@ -47,23 +48,36 @@ class NativeAttention(SdpaAttention):
         reason = native_unsupported_reason(shape.dtype_name)
         return reason or super().unsupported_reason(shape)
 
-    def plan(self, batch: AttentionBatch) -> None:
-        super().plan(batch)
-        self._table = batch.block_table
-        self._lens = torch.from_numpy(batch.seq_lens_cpu)
-        group_size = self._max_group_size
-        longest = int(batch.seq_lens_cpu[: batch.num_single_rows].max(initial=0))
-        if self._scratch.numel() < group_size * longest:
-            self._scratch = torch.empty(2 * group_size * longest)
+    def _decoding(self, batch: AttentionBatch) -> int:
+        return batch.num_decodes
 
     def _plan_decodes(self, batch: AttentionBatch) -> None:
-        """Plan the shared keys alone: decodes read the block table itself."""
+        """Find the length and the blocks of each row: a row with a draft is a decode behind the rows before it."""
+        self._first_span = count = self._decoding(batch)
+        starts, lens = batch.query_start_loc_cpu[: count + 1], batch.seq_lens_cpu[:count]
+        self._seq_of_row: torch.Tensor | None = None
+        if batch.num_verify:
+            seqs = np.repeat(np.arange(count), np.diff(starts))
+            rows = np.arange(len(seqs), dtype=np.int32)
+            lens = lens[seqs] - (starts[1:][seqs] - 1 - rows)
+            self._seq_of_row = torch.from_numpy(seqs)
+        self._lens = torch.from_numpy(lens)
+        self._table = self._of_rows(batch.block_table)
+        self._window_tables = {
+            window: self._of_rows(plan.table) for window, plan in self._span_plans.items()
+        }
+        size = self._max_group_size * int(lens.max(initial=0))
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(2 * size)
         shared = self.take_shared(batch)
         self._groups, self._shared_tokens = [], None
         if shared is not None:
             self._groups = shared_groups(shared, batch.block_table, self.block_size)
-            tokens = shared.tokens_of_rows(batch.num_single_rows)
-            self._shared_tokens = torch.from_numpy(tokens)
+            self._shared_tokens = torch.from_numpy(shared.tokens_of_rows(len(lens)))
+
+    def _of_rows(self, table: torch.Tensor) -> torch.Tensor:
+        """Return the entry of each decoding row in a block table of sequences."""
+        return table if self._seq_of_row is None else table.index_select(0, self._seq_of_row)
 
     def _store(
         self, k_Thd: torch.Tensor, v_Thd: torch.Tensor, cache: Cache, slots: torch.Tensor
@@ -95,8 +109,9 @@ class NativeAttention(SdpaAttention):
     ) -> None:
         count = self._num_decodes
         if count:
-            self._decode_paged(q_THd[:count], cache, out_THd[:count], plan.table, sinks_H)
-        super()._attend_spans(q_THd, cache, plan, sinks_H, out_THd, first=count)
+            table = self._window_tables[cache.spec.window]
+            self._decode_paged(q_THd[:count], cache, out_THd[:count], table, sinks_H)
+        super()._attend_spans(q_THd, cache, plan, sinks_H, out_THd, first=self._first_span)
 
     def _decode_batch(self, q_BHd: torch.Tensor, cache: Cache, out_BHd: torch.Tensor) -> None:
         self._decode_paged(q_BHd, cache, out_BHd, self._table, None)

@@ -120,13 +120,15 @@ class SdpaAttention(Attention):
     def plan(self, batch: AttentionBatch) -> None:
         if not self.specs:  # of a model with linear attention alone
             return
-        self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_single_rows
+        first = self._decoding(batch)
+        self._num_tokens = batch.num_tokens
+        self._num_decodes = int(batch.query_start_loc_cpu[first])
         self._span_plans = {window: self._plan_spans(batch, window) for window in self._windows}
         self._slot_mapping = batch.slot_mapping[: batch.num_tokens]
         self._plan_decodes(batch)
         self._extends = []
         starts, lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
-        for seq in range(batch.num_single_rows, batch.num_seqs):
+        for seq in range(first, batch.num_seqs):
             start, end = starts[seq], starts[seq + 1]
             context = lens[seq] - (end - start)
             num_blocks = -(-lens[seq] // self.block_size)
@@ -134,6 +136,10 @@ class SdpaAttention(Attention):
             self._extends.append(Extend(start, end, context, blocks))
             if context or end - start > QUERY_CHUNK:
                 self._reserve_causal(lens[seq])
+
+    def _decoding(self, batch: AttentionBatch) -> int:
+        """Return how many sequences, the first ones, are computed as decodes."""
+        return batch.num_single_rows
 
     def _plan_spans(self, batch: AttentionBatch, window: int | None) -> SpanPlan:
         table, slots = batch.blocks_of(window)

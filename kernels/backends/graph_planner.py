@@ -30,6 +30,10 @@ class GraphPlanner:
         linear = self.linear_attention
         return self.attention.mixed_graph and (linear is None or linear.mixed_graph)
 
+    def drafts_form(self, num_rows: int) -> GraphForm:
+        """See GraphAttention."""
+        return self.attention.drafts_form(num_rows)
+
     def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
         """See GraphAttention."""
         self.attention.reserve_graphs(max_rows, max_seqs, max_blocks)
@@ -64,5 +68,6 @@ class GraphPlanner:
         """See GraphAttention. prompts: the graph computes prompts; without, a form of several rows has drafts."""
         self.attention.plan_graph(batch, num_rows, form)
         if self.linear_attention is not None:
-            drafts = form.takes_prompts and not prompts
+            decode_forms = GraphForm.EVEN_DECODES, GraphForm.DECODES, GraphForm.SHARED_DECODES
+            drafts = form not in decode_forms and not prompts
             self.linear_attention.plan_graph(batch, num_rows, prompts=prompts, drafts=drafts)

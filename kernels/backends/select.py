@@ -10,8 +10,10 @@ from functools import partial
 
 import torch
 
-from kernels.all2all.base import AllToAll
+from kernels.all2all.base import AllToAll, SlotColumn
+from kernels.all2all.unbound import UnboundAllToAll
 from kernels.attention.base import Attention
+from kernels.attention.dummy import DummyAttention
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.interface.backend import Backend, BackendShape
 from kernels.interface.config import KernelsConfig
@@ -231,7 +233,8 @@ def build(selection: Selection, context: BackendContext) -> Backends:
         )
     )
     assert all2all.layout in grouped_gemm.layouts, selection.names()
-    all2all.adapters = context.shape.expert_adapters
+    if context.shape.expert_adapters:
+        all2all.slot_column = SlotColumn(context.shape.max_num_tokens, context.device)
     return Backends(
         all2all,
         grouped_gemm,
@@ -252,3 +255,17 @@ def build_linear_attention(selection: Selection, context: BackendContext) -> Lin
     """Construct the chosen linear attention, without states; None for models without it."""
     chosen = selection.linear_attention_class
     return None if chosen is None else chosen(context.shape.linear_specs)
+
+
+def unbound(backends: Backends) -> Backends:
+    """Return the backends without an epoch's all-to-all and caches: weights have the memory order of the others."""
+    attention = DummyAttention(backends.attention)
+    return replace(backends, all2all=UnboundAllToAll(), attention=attention)
+
+
+def build_unbound(selection: Selection, context: BackendContext) -> Backends:
+    """Build the backends of a process that belongs to no group."""
+    attention = DummyAttention(build_attention(selection, context))
+    linear = build_linear_attention(selection, context)
+    gemm = selection.grouped_gemm_class.build(context.shape)
+    return Backends(UnboundAllToAll(), gemm, attention, linear)

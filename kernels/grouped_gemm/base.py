@@ -31,7 +31,6 @@ class GroupedGemm(Backend):
     fp8_dense          beside it, dense products with weights that the checkpoint stores in FP8 run in FP8 too, by
                        `kernels.dense_fp8`
     adds_biases        it adds the biases of experts
-    adds_adapters      it adds the products of adapters
     four_bit           it computes with weights in four bits, of checkpoints that store the experts so
     """
 
@@ -45,7 +44,6 @@ class GroupedGemm(Backend):
     fp8_weights: bool = False
     fp8_dense: bool = False
     adds_biases: bool = False
-    adds_adapters: bool = False
     four_bit: bool = False
 
     @classmethod
@@ -57,8 +55,6 @@ class GroupedGemm(Backend):
     def unsupported_reason(cls, shape: BackendShape) -> str | None:
         if shape.expert_bias and not cls.adds_biases:
             return "it adds no biases, the model's experts have them"
-        if shape.expert_adapters and not cls.adds_adapters:
-            return "it adds no adapters, and lora.targets has experts"
         return None
 
     @classmethod
@@ -93,7 +89,7 @@ class GroupedGemm(Backend):
         w2        in the form of `empty_weights`
         activation   of gate; every backend computes every activation
         biases    added to the products where the backend `adds_biases`; None: zeros
-        adapters  added to the products where the backend `adds_adapters`, for rows with `slots_N`; None: no row has one
+        adapters  added to the products for rows with `slots_N`; None: no row has one. Masked input has none
         R == 0 and e == 0 are allowed. With a `routing`, y has its permuted rows, and the unused rows are undefined.
         """
 

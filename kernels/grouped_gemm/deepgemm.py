@@ -24,6 +24,7 @@ from kernels.grouped_gemm.deepgemm_package import (
     package_unavailable,
 )
 from kernels.grouped_gemm.skinny_fp8 import MOST_ROWS, SkinnyFp8
+from kernels.grouped_gemm.unfused import activate_used, unfused_mlp
 from kernels.host.capability import too_old_gpu
 from kernels.interface.backend import BackendShape
 from kernels.lora.experts import ExpertAdapters
@@ -93,14 +94,25 @@ class DeepGemm(GroupedGemm):
         biases: Biases | None = None,
         adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
-        assert biases is None and adapters is None, "unsupported_reason refuses both"
+        assert biases is None, "unsupported_reason refuses biases"
         if isinstance(expert_input, MaskedInput):
+            assert adapters is None, "all-to-alls with masked rows carry no adapters"
             return self.call_masked(expert_input, w13_e2ID, w2_eDI, activation)
         routing = expert_input.device_routing()
         assert routing.alignment % self.row_alignment == 0, routing.alignment
         x_ND, num_experts = expert_input.x_RD, len(routing.ends_e)
         if not routing.num_permuted:
             return x_ND.new_empty(0, x_ND.shape[1], dtype=torch.bfloat16)
+        if adapters is not None:
+            return unfused_mlp(
+                expert_input,
+                adapters,
+                up=lambda x_RD: self._contiguous(
+                    self._fetch(expert_input, x_RD), w13_e2ID, routing.ends_e
+                ),
+                activate=lambda h_R2I: activate_used(h_R2I, routing.ends_e, activation),
+                down=lambda h_RI: self._contiguous(self._quantise(h_RI), w2_eDI, routing.ends_e),
+            )
         h_R2I = self._contiguous(self._fetch(expert_input), w13_e2ID, routing.ends_e)
         num_used = routing.ends_e[num_experts - 1 :]
         activated = self._gated_activation(h_R2I.unsqueeze(0), num_used, activation)
@@ -117,8 +129,13 @@ class DeepGemm(GroupedGemm):
         wait_previous_ubatch()
         return self._masked(activated, w2_eDI, masked)
 
-    def _fetch(self, expert_input: ExpertInput) -> Any:
-        return expert_input.permuted_rows()
+    def _fetch(self, expert_input: ExpertInput, x_RD: torch.Tensor | None = None) -> Any:
+        """Return the permuted rows as the product takes them; x_RD: the permuted rows, where they are made already."""
+        return expert_input.permuted_rows() if x_RD is None else x_RD
+
+    def _quantise(self, x_RK: torch.Tensor) -> Any:
+        """Return rows in bfloat16 as the product takes them."""
+        return x_RK
 
     def _contiguous(self, x_RD: Any, weights: Any, ends_e: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(x_RD), weights.shape[1], dtype=x_RD.dtype, device=x_RD.device)
@@ -149,6 +166,14 @@ class DeepGemmFp8(DeepGemm):
     fp8_rows = True
 
     @classmethod
+    def step_bytes(cls, shape: BackendShape, num_rows: int) -> int:
+        """See GroupedGemm. For adapters it holds rows that arrived in FP8 in bfloat16, and activated rows in both."""
+        num_bytes = super().step_bytes(shape, num_rows)
+        if shape.expert_adapters:
+            num_bytes += num_rows * (2 * shape.hidden_size + shape.moe_intermediate_size)
+        return num_bytes
+
+    @classmethod
     def auto_reason(cls, shape: BackendShape) -> str | None:
         """See Backend. FP8 would change the answers of a checkpoint that is not stored in it."""
         return super().auto_reason(shape) if shape.fp8_checkpoint else None
@@ -156,9 +181,11 @@ class DeepGemmFp8(DeepGemm):
     def __init__(self) -> None:
         super().__init__()
         from kernels.triton.gated_activation_fp8 import gated_activation_fp8
+        from kernels.triton.quantise_rows import quantise_rows
         from kernels.triton.scatter_fp8 import scatter_fp8
 
         self._scatter, self._gated_activation = scatter_fp8, gated_activation_fp8
+        self._quantise_rows = quantise_rows
         self._skinny = SkinnyFp8()
 
     def __call__(
@@ -172,9 +199,9 @@ class DeepGemmFp8(DeepGemm):
     ) -> torch.Tensor:
         if isinstance(expert_input, ExpertInput) and self._skinny.takes(expert_input):
             assert biases is None, "unsupported_reason refuses biases"
-            weights = (w13_e2ID, w2_eDI)
-            return self._skinny(expert_input, *weights, activation, num_sms=self._num_sms)
-        return super().__call__(expert_input, w13_e2ID, w2_eDI, activation, biases)
+            call = (expert_input, w13_e2ID, w2_eDI, activation)
+            return self._skinny(*call, adapters=adapters, num_sms=self._num_sms)
+        return super().__call__(expert_input, w13_e2ID, w2_eDI, activation, biases, adapters)
 
     def empty_weights(
         self,
@@ -187,10 +214,13 @@ class DeepGemmFp8(DeepGemm):
     ) -> BlockWeights:
         return BlockWeights.empty(num_experts, rows, columns, device=device)
 
-    def _fetch(self, expert_input: ExpertInput) -> Any:
+    def _fetch(self, expert_input: ExpertInput, x_RD: torch.Tensor | None = None) -> Any:
         routing = expert_input.device_routing()
         order = routing.permuted_idx_NK, routing.num_permuted
         return self._scatter(expert_input.x_RD, *order, expert_input.scale_RS)
+
+    def _quantise(self, x_RK: torch.Tensor) -> Any:
+        return self._quantise_rows(x_RK, early=False)
 
     def _contiguous(self, x_RD: Any, weights: BlockWeights, ends_e: torch.Tensor) -> torch.Tensor:
         rows = x_RD[0]

@@ -25,7 +25,6 @@ class NativeGroupedGemm(GroupedGemm):
     devices = ("cpu",)
     auto = "one call of compiled C for the few rows of a decode"
     adds_biases = True
-    adds_adapters = True
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:

@@ -12,6 +12,7 @@ from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
 from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.base import Biases, GroupedGemm
+from kernels.grouped_gemm.unfused import unfused_mlp
 from kernels.lora.experts import ExpertAdapters
 
 
@@ -22,7 +23,6 @@ class ReferenceGroupedGemm(GroupedGemm):
     auto = "a loop over experts runs everywhere"
     graph = False
     adds_biases = True
-    adds_adapters = True
 
     def __call__(
         self,
@@ -33,19 +33,15 @@ class ReferenceGroupedGemm(GroupedGemm):
         biases: Biases | None = None,
         adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
-        x_RD, width = expert_input.permuted_rows(), w2_eDI.shape[2]
-        y_RD, h_R2I = torch.empty_like(x_RD), x_RD.new_empty(len(x_RD), 2 * width)
         b13_e2I, b2_eD = biases or (None, None)
         ends = expert_input.offs_e.tolist()
-        _multiply(x_RD, w13_e2ID, b13_e2I, ends, h_R2I)
-        if adapters is not None:
-            rows = expert_input.adapter_rows()
-            adapters.up.add_to(h_R2I, x_RD, rows)
-        h_RI = gated_activation(h_R2I, activation)
-        _multiply(h_RI, w2_eDI, b2_eD, ends, y_RD)
-        if adapters is not None:
-            adapters.down.add_to(y_RD, h_RI, rows)
-        return y_RD
+        return unfused_mlp(
+            expert_input,
+            adapters,
+            up=lambda x_RD: _multiply(x_RD, w13_e2ID, b13_e2I, ends),
+            activate=lambda h_R2I: gated_activation(h_R2I, activation),
+            down=lambda h_RI: _multiply(h_RI, w2_eDI, b2_eD, ends),
+        )
 
 
 def _multiply(
@@ -53,10 +49,11 @@ def _multiply(
     w_eNK: torch.Tensor,
     b_eN: torch.Tensor | None,
     ends: list[int],
-    out_RN: torch.Tensor,
-) -> None:
-    """Write the product of each expert's rows, which end at `ends`."""
+) -> torch.Tensor:
+    """Return the product of each expert's rows, which end at `ends`."""
+    out_RN = x_RK.new_empty(len(x_RK), w_eNK.shape[1])
     for expert, (start, end) in enumerate(pairwise([0, *ends])):
         if end > start:
             bias_N = None if b_eN is None else b_eN[expert]
             out_RN[start:end] = F.linear(x_RK[start:end], w_eNK[expert], bias_N)
+    return out_RN

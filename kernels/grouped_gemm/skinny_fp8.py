@@ -7,6 +7,8 @@ activates and quantises.
 R permuted rows, D hidden, I expert width, e local experts.
 """
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,9 @@ import torch
 from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
 from kernels.block_fp8 import BLOCK, BlockWeights, Fp8Rows
+from kernels.grouped_gemm.unfused import activate_used, unfused_mlp
 from kernels.host.hopper import on_hopper
+from kernels.lora.experts import ExpertAdapters
 from kernels.pending import wait_previous_ubatch
 
 # With more rows of an expert on average, DeepGEMM's product is faster. 64 experts of Qwen3-30B-A3B and 16 of
@@ -51,6 +55,7 @@ class SkinnyFp8:
         activation: Activation = "silu",
         *,
         num_sms: int,
+        adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
         """Return y_RD in bfloat16; unused permuted rows are undefined. A row and a permuted row at least."""
         routing = expert_input.device_routing()
@@ -58,19 +63,25 @@ class SkinnyFp8:
         bounds = (routing.starts_e, routing.ends_e, routing.num_permuted)
         wide_tiles = routing.expected * (w2_eDI.values.shape[2] // BLOCK)
         up, down = self.tiles(routing.mean_rows, narrow=2 * wide_tiles <= num_sms)
-        product, rows = self._kernel.grouped_gemm_fp8, self._rows(expert_input)
-        h_RI = product(
-            *(rows, row_R, w13_e2ID, bounds), activation=activation, tile=up, num_sms=num_sms
-        )
+        product = partial(self._kernel.grouped_gemm_fp8, num_sms=num_sms)
+        plain, rows = partial(product, activation=None, tile=down), self._rows(expert_input)
+        if adapters is not None:
+            if (
+                self._hopper is not None
+            ):  # a product that starts early expects that bounds were there long before
+                plain = partial(plain, tile=replace(down, early=False))
+            return unfused_mlp(
+                expert_input,
+                adapters,
+                up=lambda _: plain(rows, row_R, w13_e2ID, bounds).values,
+                activate=lambda h_R2I: activate_used(h_R2I, routing.ends_e, activation),
+                down=lambda h_RI: (
+                    plain(self._quantise(h_RI, early=False), None, w2_eDI, bounds).values
+                ),
+            )
+        h_RI = product(rows, row_R, w13_e2ID, bounds, activation=activation, tile=up)
         wait_previous_ubatch()
-        y_RD, _ = product(
-            *(h_RI, None, w2_eDI, bounds),
-            activation=None,
-            tile=down,
-            num_sms=num_sms,
-            pairs=up.pairs,
-        )
-        return y_RD
+        return plain(h_RI, None, w2_eDI, bounds, pairs=up.pairs).values
 
     def _rows(self, expert_input: ExpertInput) -> Fp8Rows:
         if expert_input.scale_RS is not None:

@@ -10,12 +10,11 @@ from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
 from kernels.block_fp8 import BlockWeights
 from kernels.four_bit import FourBitWeights
-from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.base import Biases, GroupedGemm, unaligned_reason
+from kernels.grouped_gemm.unfused import activate_used, unfused_mlp
 from kernels.host.capability import too_old_gpu
 from kernels.interface.backend import BackendShape
 from kernels.lora.experts import ExpertAdapters
-from kernels.pending import wait_previous_ubatch
 
 
 class TorchGroupedGemm(GroupedGemm):
@@ -24,7 +23,6 @@ class TorchGroupedGemm(GroupedGemm):
     name = "torch_grouped"
     auto = "one call for all experts"
     adds_biases = True
-    adds_adapters = True
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -62,37 +60,35 @@ class TorchGroupedGemm(GroupedGemm):
         biases: Biases | None = None,
         adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
-        x_RD, offs_e = expert_input.permuted_rows(), expert_input.offs_e
-        if not x_RD.shape[0]:
-            return torch.empty_like(x_RD)
-        h_R2I = F.grouped_mm(x_RD, w13_e2ID.transpose(-2, -1), offs=offs_e)
-        if biases is not None:
-            expert_R = _expert_of_row(offs_e, len(x_RD))
-            h_R2I += biases[0].index_select(0, expert_R)
-        if adapters is not None:
-            rows = expert_input.adapter_rows()
-            adapters.up.add_to(h_R2I, x_RD, rows)
-        activated = _activate(h_R2I, offs_e, activation)
-        wait_previous_ubatch()
-        y_RD = F.grouped_mm(activated, w2_eDI.transpose(-2, -1), offs=offs_e)
-        if biases is not None:
-            y_RD += biases[1].index_select(0, expert_R)
-        if adapters is not None:
-            adapters.down.add_to(y_RD, activated, rows)
-        return y_RD
+        routing, offs_e = expert_input.routing, expert_input.offs_e
+        num_rows = len(expert_input.x_RD) if routing is None else routing.num_permuted
+        if not num_rows:
+            return torch.empty_like(expert_input.x_RD[:0])
+        b13_e2I, b2_eD = biases or (None, None)
+        expert_R = None if biases is None else _expert_of_row(offs_e, num_rows)
+        return unfused_mlp(
+            expert_input,
+            adapters,
+            up=lambda x_RD: _multiply(x_RD, w13_e2ID, offs_e, b13_e2I, expert_R),
+            activate=lambda h_R2I: activate_used(h_R2I, offs_e, activation),
+            down=lambda h_RI: _multiply(h_RI, w2_eDI, offs_e, b2_eD, expert_R),
+        )
+
+
+def _multiply(
+    x_RK: torch.Tensor,
+    w_eNK: torch.Tensor,
+    offs_e: torch.Tensor,
+    b_eN: torch.Tensor | None,
+    expert_R: torch.Tensor | None,
+) -> torch.Tensor:
+    out_RN = F.grouped_mm(x_RK, w_eNK.transpose(-2, -1), offs=offs_e)
+    if b_eN is not None and expert_R is not None:
+        out_RN += b_eN.index_select(0, expert_R)
+    return out_RN
 
 
 def _expert_of_row(offs_e: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return the expert of each row; unused rows behind the last get any."""
     rows_R = torch.arange(num_rows, dtype=offs_e.dtype, device=offs_e.device)
     return torch.searchsorted(offs_e, rows_R, right=True).clamp_(max=len(offs_e) - 1)
-
-
-def _activate(h_R2I: torch.Tensor, offs_e: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return activation(gate) * up; on GPUs of the used rows only."""
-    if h_R2I.is_cuda:
-        from kernels.triton import gated_activation as on_gpu
-
-        out_1RI = on_gpu.gated_activation(h_R2I.unsqueeze(0), offs_e[-1:], activation)
-        return out_1RI.squeeze(0)
-    return gated_activation(h_R2I, activation)

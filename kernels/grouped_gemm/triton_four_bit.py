@@ -14,6 +14,7 @@ from kernels.four_bit import FourBitWeights
 from kernels.four_bit_format import FourBitFormat
 from kernels.grouped_gemm.base import Biases
 from kernels.grouped_gemm.four_bit import FourBitGemm
+from kernels.grouped_gemm.unfused import activate_used, unfused_mlp
 from kernels.host.capability import too_old_gpu
 from kernels.host.triton_version import triton_unavailable
 from kernels.interface.backend import BackendShape
@@ -37,7 +38,9 @@ class TritonFourBit(FourBitGemm):
 
     @classmethod
     def step_bytes(cls, shape: BackendShape, num_rows: int) -> int:
-        """See GroupedGemm. It neither copies rows into expert order nor stores gate and up."""
+        """See GroupedGemm. But for adapters it neither copies rows into expert order nor stores gate and up."""
+        if shape.expert_adapters:
+            return super().step_bytes(shape, num_rows)
         widths = shape.hidden_size + shape.moe_intermediate_size
         return num_rows * widths * shape.dtype.itemsize
 
@@ -66,7 +69,6 @@ class TritonFourBit(FourBitGemm):
         biases: Biases | None = None,
         adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
-        assert adapters is None, "unsupported_reason refuses adapters"
         routing, x = expert_input.device_routing(), expert_input.x_RD
         row_R = routing.row_R if expert_input.routing else None
         b13_e2I, b2_eD = biases or (None, None)
@@ -79,9 +81,18 @@ class TritonFourBit(FourBitGemm):
             # Ubatches run on several streams at once.
             counters=None if can_yield_ubatch() else self._counters,
         )
+        plain = partial(product, activation=None, tile=down)
+        if adapters is not None and len(routing.ends_e):
+            return unfused_mlp(
+                expert_input,
+                adapters,
+                up=lambda _: plain(x, row_R, w13_e2ID, *bounds, bias=b13_e2I),
+                activate=lambda h_R2I: activate_used(h_R2I, routing.ends_e, activation),
+                down=lambda h_RI: plain(h_RI, None, w2_eDI, *bounds, bias=b2_eD),
+            )
         h_RI = product(*(x, row_R, w13_e2ID, *bounds), activation=activation, tile=up, bias=b13_e2I)
         wait_previous_ubatch()
-        return product(*(h_RI, None, w2_eDI, *bounds), activation=None, tile=down, bias=b2_eD)
+        return plain(h_RI, None, w2_eDI, *bounds, bias=b2_eD)
 
     def tiles(self, mean: float, dtype: torch.dtype, hidden: int, width: int) -> tuple[Any, Any]:
         """Return the tiles of the two products for the mean number of rows of an expert."""

@@ -14,6 +14,7 @@ import torch
 from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
 from kernels.grouped_gemm.base import Biases, GroupedGemm, unaligned_reason
+from kernels.grouped_gemm.unfused import activate_used, unfused_mlp
 from kernels.host.capability import too_old_gpu
 from kernels.host.hopper import on_hopper
 from kernels.host.triton_version import triton_unavailable
@@ -39,7 +40,6 @@ class TritonGroupedGemm(GroupedGemm):
     )
     distributions = ("triton",)
     adds_biases = True
-    adds_adapters = True
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -59,9 +59,9 @@ class TritonGroupedGemm(GroupedGemm):
 
     def __init__(self, num_sms: int | None = None, *, hopper: bool | None = None):
         """hopper: use the kernels for Hopper where many rows are multiplied; None: if this GPU is a Hopper."""
-        from kernels.triton import gated_activation, grouped_gemm
+        from kernels.triton import grouped_gemm
 
-        self._kernel, self._activate = grouped_gemm, gated_activation.gated_activation
+        self._kernel = grouped_gemm
         self._hopper: Any = None
         hopper = on_hopper() if hopper is None else hopper
         if hopper:
@@ -88,50 +88,22 @@ class TritonGroupedGemm(GroupedGemm):
         routing, x = expert_input.device_routing(), expert_input.x_RD
         row_R = routing.row_R if expert_input.routing else None
         b13_e2I, b2_eD = biases or (None, None)
-        plain = biases is None and adapters is None
-        up, down = self._tiles(routing, x, row_R, hopper=plain)
+        no_terms = biases is None and adapters is None
+        up, down = self._tiles(routing, x, row_R, hopper=no_terms)
+        bounds = (routing.starts_e, routing.ends_e, routing.num_permuted)
+        product = partial(self._kernel.grouped_gemm, num_sms=self._num_sms)
+        plain = partial(product, activation=None, tile=down)
         if adapters is not None and len(routing.ends_e):
-            weights = w13_e2ID, w2_eDI
-            return self._with_adapters(expert_input, weights, activation, biases, adapters, down)
-        bounds = (routing.starts_e, routing.ends_e, routing.num_permuted)
-        product, num_sms = self._kernel.grouped_gemm, self._num_sms
-        h_RI = product(
-            *(x, row_R, w13_e2ID, *bounds),
-            activation=activation,
-            tile=up,
-            num_sms=num_sms,
-            bias=b13_e2I,
-        )
+            return unfused_mlp(
+                expert_input,
+                adapters,
+                up=lambda x_RD: plain(x_RD, None, w13_e2ID, *bounds, bias=b13_e2I),
+                activate=lambda h_R2I: activate_used(h_R2I, routing.ends_e, activation),
+                down=lambda h_RI: plain(h_RI, None, w2_eDI, *bounds, bias=b2_eD),
+            )
+        h_RI = product(*(x, row_R, w13_e2ID, *bounds), activation=activation, tile=up, bias=b13_e2I)
         wait_previous_ubatch()
-        return product(
-            *(h_RI, None, w2_eDI, *bounds), activation=None, tile=down, num_sms=num_sms, bias=b2_eD
-        )
-
-    def _with_adapters(
-        self,
-        expert_input: ExpertInput,
-        weights: tuple[torch.Tensor, torch.Tensor],
-        activation: Activation,
-        biases: Biases | None,
-        adapters: ExpertAdapters,
-        tile: Any,
-    ) -> torch.Tensor:
-        """As `__call__`, with gate and up in memory: the products of adapters are added before the activation."""
-        routing, x_RD = expert_input.device_routing(), expert_input.permuted_rows()
-        bounds = (routing.starts_e, routing.ends_e, routing.num_permuted)
-        b13_e2I, b2_eD = biases or (None, None)
-        product = partial(
-            self._kernel.grouped_gemm, activation=None, tile=tile, num_sms=self._num_sms
-        )
-        rows = expert_input.adapter_rows()
-        h_R2I = product(x_RD, None, weights[0], *bounds, bias=b13_e2I)
-        adapters.up.add_to(h_R2I, x_RD, rows)
-        # Unused rows between experts are activated too: their values are undefined before and after.
-        h_RI = self._activate(h_R2I.unsqueeze(0), routing.ends_e[-1:], activation).squeeze(0)
-        wait_previous_ubatch()
-        y_RD = product(h_RI, None, weights[1], *bounds, bias=b2_eD)
-        adapters.down.add_to(y_RD, h_RI, rows)
-        return y_RD
+        return plain(h_RI, None, w2_eDI, *bounds, bias=b2_eD)
 
     def _tiles(
         self,

@@ -32,7 +32,8 @@ class AttentionSpec:
     scale      factor on the scores before the softmax
     window     tokens that a query attends to, its own included; None: its whole sequence
     sinks      each query head has a sink: a score without a key and value, which takes a part of the softmax
-    fp8_cache  K and V are cached in e4m3, with a scale for each token and head
+    fp8_cache  K and V are cached in e4m3, with a scale for each token and head; of latent attention the latents, with a
+               scale for each token
     mla        sizes of latent attention, which has num_kv_heads of 1 and head_dim for q and k alone; None: heads of
                K and V are cached
     """

@@ -34,6 +34,11 @@ class ExpertsConfig(BaseModel):
         "= all in turn, so that the ranks get equal rows; auto = one in steps without prompts, all in steps with.",
     )
 
+    @property
+    def mapped(self) -> bool:
+        """Whether a rank may hold other experts than its range of them."""
+        return bool(self.redundant_slots) or self.map is not None or self.rebalance != "off"
+
     @field_validator("rebalance", mode="before")
     @classmethod
     def _yaml_words(cls, value: object) -> object:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import ClassVar
 
-from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec, MlaDims
 
 
 class KVLayout(ABC):
@@ -32,6 +32,10 @@ class KVLayout(ABC):
         """Return the bytes of one block of one layer, for a model with values of `value_bytes` bytes."""
         return math.prod(self.shape(1, block_size)) * (1 if self.in_bytes else value_bytes)
 
+    def piece_bytes(self, block_size: int, value_bytes: int) -> tuple[int, ...]:
+        """Return the bytes of each piece of a block; a cache has the first pieces of all blocks, then the second."""
+        return (self.block_bytes(block_size, value_bytes),)
+
 
 @dataclass(frozen=True)
 class PagedHeads(KVLayout):
@@ -47,6 +51,9 @@ class PagedHeads(KVLayout):
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return 2, num_blocks, block_size, self.num_kv_heads, self.head_dim
+
+    def piece_bytes(self, block_size: int, value_bytes: int) -> tuple[int, ...]:
+        return 2 * (self.block_bytes(block_size, value_bytes) // 2,)
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,10 @@ class PagedFp8Heads(KVLayout):
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return (2 * num_blocks * block_size * self.num_kv_heads * (self.head_dim + 1),)
 
+    def piece_bytes(self, block_size: int, value_bytes: int) -> tuple[int, ...]:
+        exponents = block_size * self.num_kv_heads
+        return (*2 * (exponents * self.head_dim,), *2 * (exponents,))
+
 
 @dataclass(frozen=True)
 class PagedLatents(KVLayout):
@@ -80,10 +91,31 @@ class PagedLatents(KVLayout):
         return num_blocks, block_size, self.width
 
 
+@dataclass(frozen=True)
+class PagedFp8Latents(KVLayout):
+    """The latent of every token in e4m3 with the exponent of a power-of-two scale, and the rotated key in bfloat16.
+
+    One tensor of bytes: the keys of all blocks, [num_blocks, block_size, rope_dim] of two bytes each, the latents,
+    [num_blocks, block_size, rank], and the exponents, [num_blocks, block_size]. `Fp8Latents` has the views.
+    """
+
+    rank: int
+    rope_dim: int
+    in_bytes = True
+
+    @classmethod
+    def of(cls, mla: MlaDims) -> "PagedFp8Latents":
+        """Return the layout for latents of these sizes."""
+        return cls(mla.rank, mla.rope_dim)
+
+    def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return (num_blocks * block_size * (2 * self.rope_dim + self.rank + 1),)
+
+
 def layout_of(spec: AttentionSpec) -> KVLayout:
     """Return the layout of a layer's cache in every backend that declares no other."""
     if spec.mla is not None:
-        return PagedLatents(spec.mla.width)
+        return PagedFp8Latents.of(spec.mla) if spec.fp8_cache else PagedLatents(spec.mla.width)
     return PagedFp8Heads.of(spec) if spec.fp8_cache else PagedHeads.of(spec)
 
 

@@ -32,6 +32,7 @@ ATTENTION = {
     "flashinfer": "kernels.attention.flashinfer.FlashInferAttention",
     "flashinfer_fp8": "kernels.attention.flashinfer_fp8.FlashInferFp8Attention",
     "flashinfer_mla": "kernels.attention.flashinfer_mla.FlashInferMlaAttention",
+    "flashinfer_mla_fp8": "kernels.attention.flashinfer_mla_fp8.FlashInferMlaFp8Attention",
     "triton": "kernels.attention.triton_paged.TritonPagedAttention",
     "native": "kernels.attention.native.NativeAttention",
     "sdpa": "kernels.attention.sdpa.SdpaAttention",
@@ -39,6 +40,7 @@ ATTENTION = {
 }
 LINEAR_ATTENTION = {
     "triton": "kernels.linear_attention.triton_delta.TritonLinearAttention",
+    "flashinfer": "kernels.linear_attention.flashinfer_delta.FlashInferLinearAttention",
     "native": "kernels.linear_attention.native.NativeLinearAttention",
     "torch": "kernels.linear_attention.torch_chunked.TorchLinearAttention",
 }

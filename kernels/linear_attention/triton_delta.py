@@ -36,10 +36,10 @@ class TritonLinearAttention(LinearAttention):
 
     name = "triton"
     devices = ("cuda",)
-    auto = "a decode reads and writes each state once"
+    auto: str | None = "a decode reads and writes each state once"
     graph = True
     mixed_graph = True
-    distributions = ("triton",)
+    distributions: tuple[str, ...] = ("triton",)
 
     def __init__(self, specs: Sequence[LinearAttentionSpec]):
         super().__init__(specs)
@@ -142,12 +142,32 @@ class TritonLinearAttention(LinearAttention):
         if table is None:
             out_TVv[self._num_tokens :] = 0
         else:
-            heads = (spec.num_key_heads, spec.num_value_heads, spec.key_dim, spec.value_dim)
-            prepared = self._prepare_chunks(
-                *(mixed_TC, a_TV, b_TV, *weights, table, pool.conv), heads=heads, eps=NORM_EPS
-            )
-            self._scan_chunks(prepared, mixed_TC, table, pool.conv, pool.state, out_TVv)
+            self._prefill(mixed_TC, a_TV, b_TV, layer, weights, out_TVv)
         return out_TVv
+
+    def _prefill(
+        self,
+        mixed_TC: torch.Tensor,
+        a_TV: torch.Tensor,
+        b_TV: torch.Tensor,
+        layer: int,
+        weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out_TVv: torch.Tensor,
+    ) -> None:
+        """Advance the planned prompts; write their outputs, and zeros behind the real rows."""
+        pool, table = self.states[layer], self._table
+        assert table is not None
+        prepared = self._prepare_chunks(
+            *(mixed_TC, a_TV, b_TV, *weights, table, pool.conv),
+            heads=self._heads(layer),
+            eps=NORM_EPS,
+        )
+        self._scan_chunks(prepared, mixed_TC, table, pool.conv, pool.state, out_TVv)
+
+    def _heads(self, layer: int) -> tuple[int, int, int, int]:
+        """Return key heads, value heads, and the values of each."""
+        spec = self.specs[layer]
+        return spec.num_key_heads, spec.num_value_heads, spec.key_dim, spec.value_dim
 
 
 def _step_bytes(spec: LinearAttentionSpec, shape: BackendShape) -> int:

@@ -1,13 +1,15 @@
 """The products of LoRA adapters beside those of routed experts. Rows are in expert order, as grouped GEMMs have them.
 
-R routed rows, K input width, N output width, S slots, e local experts, P parts, r rank of the slots.
+R routed rows, K input width, N output width, S slots, e local experts, E experts with matrices, P parts, r rank of the
+slots.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
-from kernels.lora.product import tiles_of
+from kernels.lora.product import device_tiles
 from kernels.lora.rows import NO_ADAPTER
 
 
@@ -16,27 +18,17 @@ class ExpertRows:
     """The adapters of routed rows.
 
     slots_R     int64: slot of the adapter of each row, NO_ADAPTER for none and for rows that no expert uses
-    expert_R    int64: local expert of each row
-    segments    on a CPU: (slot, local expert, int64 rows) of all pairs that occur
+    expert_R    int64, rising: local expert of each row
     """
 
     slots_R: torch.Tensor
     expert_R: torch.Tensor
-    segments: tuple[tuple[int, int, torch.Tensor], ...] = ()
 
     @classmethod
     def in_order(cls, slots_R: torch.Tensor, offs_e: torch.Tensor) -> "ExpertRows":
         """Return the rows of a CPU; expert e has those up to offs_e[e]."""
         expert_R = torch.searchsorted(offs_e, torch.arange(len(slots_R)), right=True)
-        segments = []
-        rows_A = slots_R.nonzero()[:, 0]
-        if len(rows_A):
-            pair_A = slots_R[rows_A].long() * len(offs_e) + expert_R[rows_A]
-            pairs, of_pair_A = torch.unique(pair_A, return_inverse=True)
-            for index, pair in enumerate(pairs.tolist()):
-                slot, expert = divmod(pair, len(offs_e))
-                segments.append((slot, expert, rows_A[of_pair_A == index]))
-        return cls(slots_R, expert_R, tuple(segments))
+        return cls(slots_R.long(), expert_R)
 
     @classmethod
     def on_device(
@@ -56,41 +48,49 @@ class ExpertRows:
         slots_R = slots_N[torch.where(used_R, row_R, 0).long()].long()
         return cls(torch.where(used_R, slots_R, NO_ADAPTER), expert_R)
 
+    @cached_property
+    def segments(self) -> tuple[tuple[int, int, torch.Tensor], ...]:
+        """(slot, local expert, int64 rows) of all pairs that occur, for a CPU: a GPU would be waited for."""
+        rows_A = self.slots_R.nonzero()[:, 0]
+        pair_A2 = torch.stack((self.slots_R[rows_A], self.expert_R[rows_A]), 1)
+        pairs, of_pair_A = torch.unique(pair_A2, dim=0, return_inverse=True)
+        return tuple(
+            (slot, expert, rows_A[of_pair_A == index])
+            for index, (slot, expert) in enumerate(pairs.tolist())
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class ExpertLora:
-    """The adapters of one product of all local experts, in every slot; slot s is at index s - 1.
+    """The adapters of one product of experts, in every slot; slot s is at index s - 1.
 
-    a_SeQK   [S, e, P * r, K]
-    b_SeNr   [S, e, N, r]
-    blocks   as in LoraWeights
+    a_SEQK     [S, E, P * r, K]
+    b_SENr     [S, E, N, r]
+    blocks     as in LoraWeights
+    places_e   int32: index of each local expert in the matrices. Its contents change as experts move
+    tiles      as in LoraWeights
     """
 
-    a_SeQK: torch.Tensor
-    b_SeNr: torch.Tensor
+    a_SEQK: torch.Tensor
+    b_SENr: torch.Tensor
     blocks: tuple[tuple[int, int, int], ...]
-    tiles: torch.Tensor | None = None
+    places_e: torch.Tensor
+    tiles: torch.Tensor | None = field(init=False)
 
-    @classmethod
-    def of(
-        cls, a_SeQK: torch.Tensor, b_SeNr: torch.Tensor, blocks: tuple[tuple[int, int, int], ...]
-    ) -> "ExpertLora":
-        """Return the adapters, with the tiles that kernels on a GPU read."""
-        if not a_SeQK.is_cuda:
-            return cls(a_SeQK, b_SeNr, blocks)
-        tiles = torch.tensor(tiles_of(blocks), dtype=torch.int32, device=a_SeQK.device)
-        return cls(a_SeQK, b_SeNr, blocks, tiles)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tiles", device_tiles(self.blocks, self.a_SEQK.device))
 
     def add_to(self, out_RN: torch.Tensor, x_RK: torch.Tensor, rows: ExpertRows) -> None:
         """Add the adapters' products in place, for the rows that have one."""
         if out_RN.is_cuda:
             self._add_by_kernels(out_RN, x_RK, rows)
             return
-        rank = self.b_SeNr.shape[3]
+        rank, places = self.b_SENr.shape[3], self.places_e.tolist()
         for slot, expert, chosen in rows.segments:
-            h_tQ = x_RK[chosen] @ self.a_SeQK[slot - 1, expert].t()
+            at = slot - 1, places[expert]
+            h_tQ = x_RK[chosen] @ self.a_SEQK[at].t()
             for first, end, part in self.blocks:
-                b_Nr = self.b_SeNr[slot - 1, expert, first:end]
+                b_Nr = self.b_SENr[at][first:end]
                 delta_tN = h_tQ[:, part * rank : (part + 1) * rank] @ b_Nr.t()
                 out_RN[:, first:end].index_add_(0, chosen, delta_tN)
 
@@ -98,10 +98,10 @@ class ExpertLora:
         from kernels.triton.lora_expand import lora_expand
         from kernels.triton.lora_shrink import lora_shrink
 
-        rank, experts = self.b_SeNr.shape[3], rows.expert_R
-        h_ZRQ = lora_shrink(x_RK, self.a_SeQK, rows.slots_R, rank, experts)
+        rank, experts = self.b_SENr.shape[3], (rows.expert_R, self.places_e)
+        h_ZRQ = lora_shrink(x_RK, self.a_SEQK, rows.slots_R, rank, experts)
         assert self.tiles is not None
-        lora_expand(out_RN, h_ZRQ, self.b_SeNr, rows.slots_R, self.tiles, experts)
+        lora_expand(out_RN, h_ZRQ, self.b_SENr, rows.slots_R, self.tiles, experts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,10 +32,7 @@ class LoraWeights:
     tiles: torch.Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
-        tiles = None
-        if self.a_SQK.is_cuda:
-            tiles = torch.tensor(tiles_of(self.blocks), dtype=torch.int32, device=self.a_SQK.device)
-        object.__setattr__(self, "tiles", tiles)
+        object.__setattr__(self, "tiles", device_tiles(self.blocks, self.a_SQK.device))
 
     @property
     def rank(self) -> int:
@@ -90,7 +87,7 @@ class EmbeddingLora:
 
     def __post_init__(self) -> None:
         blocks = ((0, self.b_SDr.shape[1], 0),)
-        object.__setattr__(self, "tiles", LoraWeights(self.table_SVr, self.b_SDr, blocks).tiles)
+        object.__setattr__(self, "tiles", device_tiles(blocks, self.b_SDr.device))
 
     def add_to(self, out_TD: torch.Tensor, ids_T: torch.Tensor, rows: AdapterRows) -> None:
         """Add the adapters' embeddings of int64 tokens in place, for the rows that have an adapter."""
@@ -104,6 +101,15 @@ class EmbeddingLora:
             return
         for slot, chosen in rows.segments:
             out_TD[chosen] += self.table_SVr[slot - 1, ids_T[chosen]] @ self.b_SDr[slot - 1].t()
+
+
+def device_tiles(
+    blocks: tuple[tuple[int, int, int], ...], device: torch.device
+) -> torch.Tensor | None:
+    """Return int32 [tiles, 3] of `tiles_of` for the kernels of a GPU; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    return torch.tensor(tiles_of(blocks), dtype=torch.int32, device=device)
 
 
 def tiles_of(blocks: tuple[tuple[int, int, int], ...]) -> list[tuple[int, int, int]]:

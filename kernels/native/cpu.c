@@ -378,6 +378,22 @@ void grouped_gated_mlp_four_bit(const float *x, const int32_t *ends, int64_t exp
     }
 }
 
+/* y[rows, N] = x[rows, K] @ w[N, K].T + b[N] of each expert's rows, which end at `ends`; scratch holds OUTPUTS K floats,
+ * and K for each row of the largest group where columns have an order */
+void grouped_product_four_bit(const float *x, const int32_t *ends, int64_t experts, int64_t N, int64_t K, int64_t kind,
+                              int64_t group, const four_bit *w, const float *b, float *y, float *scratch)
+{
+    int64_t start = 0;
+    for (int64_t e = 0; e < experts; start = ends[e++]) {
+        int64_t rows = ends[e] - start;
+        four_bit one = four_bit_of(w, e, kind, group, N, K);
+        if (!rows)
+            continue;
+        four_bit_product(x + start * K, &one, kind, group, y + start * N, rows, N, K, scratch);
+        add_bias(y + start * N, b ? b + e * N : NULL, rows, N);
+    }
+}
+
 /* scores[g * len + t] = scale * query[g] . key[t] over the pages of one KV head */
 static void score_pages(const float *query, const float *k, const int64_t *blocks, int64_t len, int64_t G, int64_t d,
                         int64_t block_size, int64_t row, float scale, float *scores)

@@ -22,16 +22,14 @@ ROWS_PER_PROGRAM = 32  # of a chunk, in the convolution
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """What the recurrence over chunks reads. Rows of decodes and chunks behind the last may hold anything.
+class Convolved:
+    """Rows of prompts behind the convolution. Rows of decodes and chunks behind the last may hold anything.
 
-    A chunk may be read whole: the 64 rows behind the last prompt's last chunk's first are written. q, k, v and inverse
-    are finite, because the last chunk of a prompt also reads rows of later prompts, where hidden states may be NaN.
+    A chunk may be read whole: the 64 rows behind the last prompt's last chunk's first are written. q, k and v are
+    finite, because the last chunk of a prompt also reads rows of later prompts, where hidden states may be NaN.
 
-    q, k      [T+64, K, k], convolved; norms of 1 / sqrt(k) and of 1
-    v         [T+64, V, v], convolved
-    inverse   [T+64, V, 64]: the rows of (I + A)^-1, each column times its beta
-    scores    [T+64, V, 64]: (q_i . k_j) exp(d_i - d_j), zeros for j > i
+    q, k      [T+64, K, k]; norms of 1 / sqrt(k) and of 1
+    v         [T+64, V, v]
     gates     float32 [N+1, V, 4, 64]: d / log(2), beta, exp(d), and exp(D - d) with D the last d of the chunk; places
               without a token have D, 0, exp(D) and 0
     """
@@ -39,25 +37,19 @@ class Prepared:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    inverse: torch.Tensor
-    scores: torch.Tensor
     gates: torch.Tensor
 
-    @classmethod
-    def empty(
-        cls, mixed_TC: torch.Tensor, max_chunks: int, heads: tuple[int, int, int, int]
-    ) -> "Prepared":
-        """Allocate for rows of these heads: K, V, k and v."""
-        key_heads, value_heads, key_dim, value_dim = heads
-        new, num_rows = mixed_TC.new_empty, len(mixed_TC) + CHUNK
-        return cls(
-            new(num_rows, key_heads, key_dim),
-            new(num_rows, key_heads, key_dim),
-            new(num_rows, value_heads, value_dim),
-            new(num_rows, value_heads, CHUNK),
-            new(num_rows, value_heads, CHUNK),
-            new(max_chunks + 1, value_heads, 4, CHUNK, dtype=torch.float32),
-        )
+
+@dataclass(frozen=True, eq=False)
+class Prepared(Convolved):
+    """What the recurrence over chunks reads; inverse is finite too.
+
+    inverse   [T+64, V, 64]: the rows of (I + A)^-1, each column times its beta
+    scores    [T+64, V, 64]: (q_i . k_j) exp(d_i - d_j), zeros for j > i
+    """
+
+    inverse: torch.Tensor
+    scores: torch.Tensor
 
 
 @triton.jit
@@ -281,28 +273,37 @@ def prepare_chunks(
     conv    the pool [slots, w-1, C]; its tails stay as they are
     heads   K, V, k, v
     """
-    prepared = Prepared.empty(mixed_TC, table.max_chunks, heads)
     gates = (a_TV, b_TV, neg_exp_a_V, dt_bias_V)
-    _launch_convolve(prepared, mixed_TC, conv_weight_Cw, gates, table, conv, eps)
+    rows = convolve_prompts(mixed_TC, conv_weight_Cw, gates, table, conv, heads, eps)
+    square = len(rows.v), heads[1], CHUNK
+    prepared = Prepared(
+        **vars(rows), inverse=rows.v.new_empty(square), scores=rows.v.new_empty(square)
+    )
     _launch_couple(prepared, table)
     return prepared
 
 
-def _launch_convolve(
-    prepared: Prepared,
+def convolve_prompts(
     mixed_TC: torch.Tensor,
     conv_weight_Cw: torch.Tensor,
     gates: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     table: PromptTable,
     conv: torch.Tensor,
+    heads: tuple[int, int, int, int],
     eps: float,
-) -> None:
-    """Write q, k, v and the gates.
+) -> Convolved:
+    """Return q, k, v and the gates of the rows of prompts; arguments as of `prepare_chunks`.
 
     gates   a_TV, b_TV, neg_exp_a_V and dt_bias_V
     """
-    num_key_heads, key_dim = prepared.k.shape[1:]
-    num_heads, value_dim = prepared.v.shape[1:]
+    num_key_heads, num_heads, key_dim, value_dim = heads
+    new, num_rows = mixed_TC.new_empty, len(mixed_TC) + CHUNK
+    convolved = Convolved(
+        new(num_rows, num_key_heads, key_dim),
+        new(num_rows, num_key_heads, key_dim),
+        new(num_rows, num_heads, value_dim),
+        new(table.max_chunks + 1, num_heads, 4, CHUNK, dtype=torch.float32),
+    )
     a_TV, b_TV, neg_exp_a_V, dt_bias_V = gates
     assert mixed_TC.stride(1) == a_TV.stride(1) == b_TV.stride(1) == 1
     assert conv_weight_Cw.is_contiguous() and conv_weight_Cw.shape[1] <= 4
@@ -321,10 +322,10 @@ def _launch_convolve(
         table.max_prompts,
         table.slots,
         conv,
-        prepared.q,
-        prepared.k,
-        prepared.v,
-        prepared.gates,
+        convolved.q,
+        convolved.k,
+        convolved.v,
+        convolved.gates,
         key_dim**-0.5,
         eps,
         KEY_HEADS=num_key_heads,
@@ -336,6 +337,7 @@ def _launch_convolve(
         num_warps=4,
         num_stages=1,
     )
+    return convolved
 
 
 def _launch_couple(prepared: Prepared, table: PromptTable) -> None:

@@ -6,6 +6,7 @@ T tokens, h KV heads, d head dim.
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 
 @triton.jit
@@ -35,6 +36,37 @@ def round_heads(x):
     exponent = tl.minimum(tl.maximum(exponent, 32), 247)  # see fp8_pages
     rounded = _round_e4m3(x * power_of_two(254 - exponent)[:, None])
     return rounded.to(tl.float8e4nv), exponent, rounded * power_of_two(exponent)[:, None]
+
+
+@triton.jit
+def _halves(words):
+    """int32 [N, W] -> float16 [N, 4 W], the e4m3 values of each word in order of memory."""
+    a, b, c, d = tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        .reg .b32 first, second;
+        mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 first, low;
+        cvt.rn.f16x2.e4m3x2 second, high;
+        mov.b32 {$0, $1}, first;
+        mov.b32 {$2, $3}, second;
+        }""",
+        "=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=1,
+    )
+    joined = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(joined, (words.shape[0], 4 * words.shape[1]))
+
+
+@triton.jit
+def e4m3_values(x, dtype):
+    """Return the values of words or of e4m3 in `dtype`."""
+    if x.dtype == tl.int32:
+        x = _halves(x)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -78,6 +110,12 @@ def _store_fp8(
     tl.store(x_ptr + token * x_row + at, rounded.to(x_ptr.dtype.element_ty), mask=mask)
     tl.store(values_ptr + slot * (NUM_HEADS * HEAD_DIM) + at, values, mask=mask & (slot >= 0))
     place_exponents(exponents_ptr, exponent, slot, head, NUM_HEADS, BLOCK_SIZE)
+
+
+def packed_words(values: torch.Tensor) -> torch.Tensor:
+    """Return e4m3 values [..., d] as int32 [..., d / 4] for `e4m3_values`, as they are where that is impossible."""
+    # The interpreter knows no assembly.
+    return values if values.shape[-1] % 4 or knobs.runtime.interpret else values.view(torch.int32)
 
 
 def store_fp8(

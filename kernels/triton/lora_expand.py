@@ -3,7 +3,8 @@
 Programs as in `kernels.triton.lora_shrink`, each with one tile of the output's columns. A row has one slot, so no two
 programs add to one value.
 
-T rows, N output width, S slots, e experts, r rank, Q values of h of all parts, Z pieces of a sum.
+T rows, N output width, S slots, e local experts, E experts with matrices, r rank, Q values of h of all parts, Z pieces
+of a sum.
 """
 
 import torch
@@ -25,7 +26,7 @@ def _expand(out_at, b_at, h, here, in_rank, in_tile):
     tl.store(out_at, (before + delta).to(before.dtype), mask=stored)
 
 
-@triton.jit(do_not_specialize=["num_rows", "slots_ptr", "experts_ptr"])
+@triton.jit(do_not_specialize=["num_rows", "slots_ptr", "experts_ptr", "places_ptr"])
 def lora_expand_kernel(
     out_ptr,
     out_stride,
@@ -34,6 +35,7 @@ def lora_expand_kernel(
     b_stride,
     slots_ptr,
     experts_ptr,
+    places_ptr,
     tiles_ptr,
     num_rows,
     width,
@@ -67,7 +69,7 @@ def lora_expand_kernel(
             for number in range(lowest, highest + 1):
                 here = mine & (expert == number)
                 if tl.sum(here.to(tl.int32), 0) > 0:
-                    own_at = b_at + number * height * RANK
+                    own_at = b_at + tl.load(places_ptr + number).to(tl.int64) * height * RANK
                     _expand(out_at, own_at, h, here, in_rank, in_tile)
         else:
             _expand(out_at, b_at, h, mine, in_rank, in_tile)
@@ -79,20 +81,20 @@ def lora_expand(
     b_SNr: torch.Tensor,
     slots_T: torch.Tensor,
     tiles: torch.Tensor,
-    expert_T: torch.Tensor | None = None,
+    experts: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Add B[slot] h to the rows of `out` that have an adapter, in place.
 
     out_TN     rows may be strided
     h_ZTQ      float32, of `lora_shrink`
-    b_SNr      of the dtype of out, contiguous but for the stride of slots; with experts [S, e, N, r]
+    b_SNr      of the dtype of out, contiguous but for the stride of slots; with experts [S, E, N, r]
     slots_T    int64, slots from 1 on, 0 for none
     tiles      int32 [tiles, 3]: first column, end column, part
-    expert_T   int64, rising: the expert of each row; None: there are no experts
+    experts    as of `lora_shrink`
     """
     num_rows, num_slots, (height, rank) = len(out_TN), len(b_SNr), b_SNr.shape[-2:]
     assert out_TN.stride(1) == 1 and b_SNr[0].is_contiguous() and tiles.is_contiguous()
-    assert b_SNr.dim() == (3 if expert_T is None else 4), b_SNr.shape
+    assert b_SNr.dim() == (3 if experts is None else 4), b_SNr.shape
     if num_rows:
         lora_expand_kernel[triton.cdiv(num_rows, BLOCK_M), num_slots, len(tiles)](
             out_TN,
@@ -101,14 +103,14 @@ def lora_expand(
             b_SNr,
             b_SNr.stride(0),
             slots_T,
-            slots_T if expert_T is None else expert_T,
+            *(experts or (slots_T, slots_T)),
             tiles,
             num_rows,
             h_ZTQ.shape[2],
             height,
             SPLITS=h_ZTQ.shape[0],
             RANK=rank,
-            EXPERTS=expert_T is not None,
+            EXPERTS=experts is not None,
             BLOCK_M=BLOCK_M,
             BLOCK_R=max(16, triton.next_power_of_2(rank)),
             BLOCK_N=BLOCK_N,

@@ -1,11 +1,11 @@
 """Triton kernel for the first product of LoRA adapters: h = A[slot] x of each row with an adapter.
 
-A program has some rows, one slot and one part, and ends at once unless one of its rows has the slot: rows need no
-order, and slots that no row has cost next to nothing. So one captured launch serves every mix of adapters. Few rows
-share the depth of a product between programs, because reading A bounds them. Rows of routed experts are in expert
+A program has some rows, one slot, and one part or all parts, and ends at once unless one of its rows has the slot: rows
+need no order, and slots that no row has cost next to nothing. So one captured launch serves every mix of adapters. Few
+rows share the depth of a product between programs, because reading A bounds them. Rows of routed experts are in expert
 order, and a program goes through the experts of its rows.
 
-T rows, K depth, S slots, e experts, P parts, r rank, Q = P * r, Z pieces of the depth.
+T rows, K depth, S slots, e local experts, E experts with matrices, P parts, r rank, Q = P * r, Z pieces of the depth.
 """
 
 import torch
@@ -16,6 +16,9 @@ BLOCK_M, BLOCK_K = 32, 64
 SPLIT_ROWS = 256  # up to so many rows the depth is split
 SPLIT_DEPTH = 512  # least depth of a piece
 MAX_SPLITS = 8
+MOST_AT_ONCE = (
+    64  # ranks of all parts up to which a program takes all parts, and reads its rows once
+)
 
 
 @triton.jit
@@ -51,7 +54,7 @@ def _shrink(
     tl.store(h_at, total, mask=here[:, None] & in_rank[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "slots_ptr", "experts_ptr"])
+@triton.jit(do_not_specialize=["num_rows", "slots_ptr", "experts_ptr", "places_ptr"])
 def lora_shrink_kernel(
     x_ptr,
     x_stride,
@@ -59,6 +62,7 @@ def lora_shrink_kernel(
     a_stride,
     slots_ptr,
     experts_ptr,
+    places_ptr,
     h_ptr,
     num_rows,
     depth,
@@ -89,7 +93,7 @@ def lora_shrink_kernel(
             for number in range(lowest, highest + 1):
                 here = mine & (expert == number)
                 if tl.sum(here.to(tl.int32), 0) > 0:
-                    own_at = a_at + number * width * depth
+                    own_at = a_at + tl.load(places_ptr + number).to(tl.int64) * width * depth
                     _shrink(
                         *(x_at, own_at, h_at, here, in_rank, start, end, depth),
                         BLOCK_M,
@@ -105,19 +109,22 @@ def lora_shrink(
     a_SQK: torch.Tensor,
     slots_T: torch.Tensor,
     rank: int,
-    expert_T: torch.Tensor | None = None,
+    experts: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return float32 [Z, T, Q], pieces of a sum; rows without an adapter are undefined.
 
     x_TK       rows may be strided
-    a_SQK      of the dtype of x, contiguous but for the stride of slots; with experts [S, e, Q, K]
+    a_SQK      of the dtype of x, contiguous but for the stride of slots; with experts [S, E, Q, K]
     slots_T    int64, slots from 1 on, 0 for none
-    expert_T   int64, rising: the expert of each row; None: there are no experts
+    experts    int64 [T], rising: the local expert of each row; int32 [e]: index of each local expert in `a_SQK`. None:
+               there are no experts
     """
     num_rows, depth = x_TK.shape
     num_slots, width = a_SQK.shape[0], a_SQK.shape[-2]
     assert x_TK.stride(1) == 1 and a_SQK[0].is_contiguous() and x_TK.dtype == a_SQK.dtype
-    assert a_SQK.dim() == (3 if expert_T is None else 4), a_SQK.shape
+    assert a_SQK.dim() == (3 if experts is None else 4), a_SQK.shape
+    if width <= MOST_AT_ONCE:
+        rank = width
     parts = width // rank
     splits = min(MAX_SPLITS, max(1, depth // SPLIT_DEPTH)) if num_rows <= SPLIT_ROWS else 1
     piece = triton.cdiv(triton.cdiv(depth, splits), BLOCK_K) * BLOCK_K
@@ -130,14 +137,14 @@ def lora_shrink(
             a_SQK,
             a_SQK.stride(0),
             slots_T,
-            slots_T if expert_T is None else expert_T,
+            *(experts or (slots_T, slots_T)),
             h_ZTQ,
             num_rows,
             depth,
             piece,
             RANK=rank,
             PARTS=parts,
-            EXPERTS=expert_T is not None,
+            EXPERTS=experts is not None,
             BLOCK_M=BLOCK_M,
             BLOCK_R=max(16, triton.next_power_of_2(rank)),
             BLOCK_K=BLOCK_K,

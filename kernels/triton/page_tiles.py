@@ -4,45 +4,10 @@ Pages in e4m3 (kernels/attention/fp8_pages.py) stay packed in words until they b
 bytes took half of all instructions.
 """
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _halves(words):
-    """int32 [N, W] -> float16 [N, 4 W], the e4m3 values of each word in order of memory."""
-    a, b, c, d = tl.inline_asm_elementwise(
-        """{
-        .reg .b16 low, high;
-        .reg .b32 first, second;
-        mov.b32 {low, high}, $4;
-        cvt.rn.f16x2.e4m3x2 first, low;
-        cvt.rn.f16x2.e4m3x2 second, high;
-        mov.b32 {$0, $1}, first;
-        mov.b32 {$2, $3}, second;
-        }""",
-        "=h,=h,=h,=h,r",
-        [words],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True,
-        pack=1,
-    )
-    joined = tl.join(tl.join(a, c), tl.join(b, d))
-    return tl.reshape(joined, (words.shape[0], 4 * words.shape[1]))
-
-
-@triton.jit
-def values(x, dtype):
-    """Return the values of words or of e4m3 in `dtype`."""
-    if x.dtype == tl.int32:
-        x = _halves(x)
-    return x.to(dtype)
 
 
 @triton.jit
@@ -78,14 +43,3 @@ def load_tile(
 @triton.jit
 def blocks_of(table_ptr, key, end, BLOCK_SIZE: tl.constexpr):
     return tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
-
-
-def words(caches: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the caches as `load_tile` takes them: K and V in float8_e4m3fn as int32, where heads are whole words.
-
-    Kernels in the interpreter read bytes, because it knows no assembly.
-    """
-    k_cache, v_cache, *exponents = caches
-    if exponents and k_cache.shape[-1] % 4 == 0 and not knobs.runtime.interpret:
-        k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
-    return k_cache, v_cache, *exponents

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from kernels.triton.decode_merge import Chunks, merge_chunks
-from kernels.triton.fp8_heads import power_of_two
-from kernels.triton.page_tiles import LOG2_E, blocks_of, load_tile, values, words
+from kernels.triton.fp8_heads import e4m3_values, packed_words, power_of_two
+from kernels.triton.page_tiles import LOG2_E, blocks_of, load_tile
 from kernels.triton.shared_decode import shared_decode
 
 COLUMNS = 8  # fewest columns of a product
@@ -78,7 +78,7 @@ def _merge(q, factor, loaded, seen, top, total, out, FP8: tl.constexpr):
     """Return the softmax so far merged with loaded keys."""
     k, v, k_exponent, v_exponent = loaded
     precision: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
-    scores = tl.dot(values(k, q.dtype), q, input_precision=precision) * factor[None, :]
+    scores = tl.dot(e4m3_values(k, q.dtype), q, input_precision=precision) * factor[None, :]
     if FP8:
         scores *= power_of_two(k_exponent)[:, None]
         scores += (v_exponent - 127).to(tl.float32)[:, None]
@@ -91,7 +91,7 @@ def _merge(q, factor, loaded, seen, top, total, out, FP8: tl.constexpr):
         total = total * decay + tl.sum(weights * power_of_two(254 - v_exponent)[:, None], 0)
     else:
         total = total * decay + tl.sum(weights, 0)
-    v_dN, weights = values(v, q.dtype).T, weights.to(q.dtype)
+    v_dN, weights = e4m3_values(v, q.dtype).T, weights.to(q.dtype)
     out = tl.dot(v_dN, weights, out * decay[None, :], input_precision=precision)
     return new_top, total, out
 
@@ -208,13 +208,15 @@ def paged_decode(
     form     None: the fastest
     """
     num_rows, num_heads, head_dim = q_RHd.shape
-    k_cache, v_cache, *exponents = words(caches)
+    k_cache, v_cache, *exponents = caches
     _, block_size, num_kv_heads, _ = caches[0].shape
     group, num_chunks = num_heads // num_kv_heads, len(chunks.seqs)
     assert q_RHd.stride()[1:] == (head_dim, 1) and out_RHd.is_contiguous()
     if not num_rows:
         return
     form = form or (E4M3 if exponents else HALF)
+    if exponents:
+        k_cache, v_cache = packed_words(k_cache), packed_words(v_cache)
     partial, lse = out_RHd, out_RHd
     if chunks.cut:
         partial = q_RHd.new_empty(num_chunks, num_heads, head_dim, dtype=torch.float32)

@@ -81,8 +81,11 @@ def parts_of_row(width: int) -> tuple[int, int]:
     return triton.cdiv(num_groups, block), block
 
 
-def quantise_rows(x_ND: torch.Tensor) -> Fp8Rows:
-    """Return rows in FP8. D is a multiple of 128; the rows of x may be strided."""
+def quantise_rows(x_ND: torch.Tensor, *, early: bool = True) -> Fp8Rows:
+    """Return rows in FP8. D is a multiple of 128; the rows of x may be strided.
+
+    early   of few rows, the kernel starts before the one before has ended (kernels.triton.pdl)
+    """
     (num_rows, width), found = x_ND.shape, empty_rows(x_ND)
     parts, block = parts_of_row(width)
     if num_rows:
@@ -94,7 +97,7 @@ def quantise_rows(x_ND: torch.Tensor) -> Fp8Rows:
             width // GROUP,
             BLOCK_S=block,
             GROUP=GROUP,
-            **dependent_launch(num_rows),
+            **dependent_launch(num_rows, early=early),
             num_warps=4,
         )
     return found

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from kernels.triton.decode_merge import SharedTiles
-from kernels.triton.fp8_heads import power_of_two
-from kernels.triton.page_tiles import LOG2_E, blocks_of, load_tile, values, words
+from kernels.triton.fp8_heads import e4m3_values, packed_words, power_of_two
+from kernels.triton.page_tiles import LOG2_E, blocks_of, load_tile
 
 # Of an SM, for the programs that `shared_chunks.TILES` has run on it at a time.
 SHARED_BYTES = 224 * 2**10
@@ -30,7 +30,7 @@ def _merge(q, scale, loaded, seen, softmax, FP8: tl.constexpr, MASKED: tl.conste
     k, v, k_exponent, v_exponent = loaded
     top, total, out = softmax
     precision: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
-    scores = tl.dot(q, values(k, q.dtype).T, input_precision=precision) * scale
+    scores = tl.dot(q, e4m3_values(k, q.dtype).T, input_precision=precision) * scale
     if FP8:
         scores *= power_of_two(k_exponent)[None, :]
         scores += (v_exponent - 127).to(tl.float32)[None, :]
@@ -44,7 +44,7 @@ def _merge(q, scale, loaded, seen, softmax, FP8: tl.constexpr, MASKED: tl.conste
     else:
         total = total * decay + tl.sum(weights, 1)
     weights = weights.to(q.dtype)
-    out = tl.dot(weights, values(v, q.dtype), out * decay[:, None], input_precision=precision)
+    out = tl.dot(weights, e4m3_values(v, q.dtype), out * decay[:, None], input_precision=precision)
     return new_top, total, out
 
 
@@ -168,7 +168,9 @@ def shared_decode(
     block_table  int64 [>= R, max_blocks]
     """
     _, num_heads, head_dim = q_RHd.shape
-    k_cache, v_cache, *exponents = words(caches)
+    k_cache, v_cache, *exponents = caches
+    if exponents:
+        k_cache, v_cache = packed_words(k_cache), packed_words(v_cache)
     _, block_size, num_kv_heads, _ = caches[0].shape
     group, num_tiles = num_heads // num_kv_heads, len(tiles.counts)
     assert q_RHd.stride()[1:] == (head_dim, 1)

@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -182,8 +182,18 @@ def made_at(options: argparse.Namespace, served: dict[str, Any]) -> dict[str, An
     }
 
 
-def serve(options: argparse.Namespace, settings: list[str], log: Path) -> dict[str, Any]:
-    """Start a server, load it with `make_loads`, stop it."""
+def serve(
+    options: argparse.Namespace,
+    settings: list[str],
+    log: Path,
+    measured: Callable[[list[dict[str, Any]], dict[str, Any]], None] = lambda loads, found: None,
+    load_of: Callable[[ServerProcess, Load, dict[str, Any]], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Start a server, load it with `make_loads`, stop it.
+
+    measured   called behind each load with the loads so far, and with what the server has chosen
+    load_of    in place of `run_load`
+    """
     found, port = resolved(options.config, settings), free_port()
     command = phalanx("serve", options.config, [f"serve.port={port}", *settings])
     server = ServerProcess(
@@ -191,7 +201,10 @@ def serve(options: argparse.Namespace, settings: list[str], log: Path) -> dict[s
     )
     try:
         print(f"first answer after {server.start_s:.1f} s", file=sys.stderr)
-        loads = [run_load(server, load, found) for load in make_loads(options)]
+        loads: list[dict[str, Any]] = []
+        for load in make_loads(options):
+            loads.append((load_of or run_load)(server, load, found))
+            measured(loads, found)
     finally:
         stop_s = server.stop()
     output = log.read_text(errors="replace")

@@ -143,7 +143,7 @@ class PacedGroup(Group):
         cluster = config.cluster
         rank_config = resolve_rank_config(config, num_gpus=0)
         launcher = RankLauncher(rank_config, name="paced", joined=False)
-        spec = GroupSpec("paced", "generate", config.serve.model_name or "", rank_config)
+        spec = GroupSpec("paced", "generate", config.serve.model_name or "", config, rank_config)
         super().__init__(spec, launcher, start_timeout_s=cluster.start_timeout_s)
         self._step_s = step_s
 

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from scripts.byte_tokenizer import byte_tokenizer, generation_config, save_tokenizer
-from tests.checkpoints.families import ExpertLayout, fields_of, names_of, nested, released_layout
+from tests.checkpoints.families import (
+    PROCESSOR,
+    ExpertLayout,
+    fields_of,
+    names_of,
+    nested,
+    released_layout,
+    vision_of,
+)
 from tests.checkpoints.four_bit import FOUR_BITS
 from tests.checkpoints.weights import checkpoint_tensors, write_weights
 from workers.models.registry import DEFAULT_FAMILY, FAMILIES, parse_model_config
@@ -89,6 +97,7 @@ def make_checkpoint(
     quantization: str | None = None,
     expert_layout: ExpertLayout | None = None,
     mtp: bool = False,
+    vision: bool = False,
     **config_fields: Any,
 ) -> Path:
     """Write a random checkpoint of a model family to `path` and return the folder.
@@ -99,7 +108,7 @@ def make_checkpoint(
     `quantization`: projections are stored in this form of QUANTIZATIONS ("mxfp4": gpt-oss's experts), all else in
     `dtype`; `fp8`: "fp8".
     `expert_layout`: None is that of the family's releases. Without `weights`: for `model.weights: dummy`.
-    `mtp`: with the tensors of the head for multi-token prediction.
+    `mtp`: with the tensors of the head for multi-token prediction. `vision`: with a vision tower.
     """
     # Latent attention has a key of each query head in every release.
     kv_heads = num_heads if "kv_lora_rank" in fields_of(family) else 2
@@ -132,6 +141,8 @@ def make_checkpoint(
         config["rope_theta"] = 1_000_000.0
     if fp8 or quantization:
         config["quantization_config"] = QUANTIZATIONS[quantization or "fp8"]
+    if vision:
+        config |= vision_of(family, hidden_size)
     config |= config_fields
     model = parse_model_config(config, {}, "config.json")
     folder = Path(path)
@@ -146,6 +157,8 @@ def make_checkpoint(
         if num_shards > 1:
             _write_json(folder / "model.safetensors.index.json", index)
     _write_json(folder / "config.json", nested(config))
+    if vision:
+        _write_json(folder / "preprocessor_config.json", PROCESSOR)
     _write_json(folder / "generation_config.json", generation_config(list(range(256, 259))))
     save_tokenizer(folder, byte_tokenizer(), model.max_position_embeddings)
     return folder

@@ -1,5 +1,6 @@
 """Runs whole engines in the processes of a RankPool, step by step, without Ray."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,9 @@ class RankResult:
     shared_prefix_rows: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    images_computed: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
     work: OwnWork = field(default_factory=OwnWork)
 
 
@@ -166,10 +169,12 @@ def run_rank(
         epoch = Epoch(process, rendezvous, 30)
         epoch.load()
         epoch.start_engine(publish, lambda step: None)
+        assert process.kv_places.wait_ready(20), "the host tier has not started"
         if keep_logits:
             _record_logits(epoch.engine, result)
         _spoil_unused_states(epoch)
         _step_to_the_end(epoch, events, max_steps, result)
+        _await_transfers(epoch.engine.scheduler)
         kinds = epoch.engine.stats.kinds.items()
         result.num_microbatched = sum(count for (_, _, cut), count in kinds if cut == "True")
         result.work = epoch.engine.stats.work.total
@@ -178,9 +183,12 @@ def run_rank(
         result.shared_prefix_rows = counts.get("shared_prefix_rows", 0)
         result.num_draft_tokens = counts["draft_tokens"]
         result.num_accepted_tokens = counts["accepted_tokens"]
+        if process.images is not None:
+            result.images_computed = process.images.num_computed
         result.prefix_cache_hits = epoch.engine.scheduler.cache.num_hits
         gauges = epoch.engine.scheduler.cache.gauges()
         result.states_restored = int(gauges.get("states_restored", 0))
+        result.gauges = gauges
         assert gauges["kv_cache_usage"] == 0, "blocks leaked"
     finally:
         process.close()
@@ -200,13 +208,27 @@ def _step_to_the_end(epoch: Any, events: list[Event], max_steps: int, result: Ra
                 epoch.engine.submit(event.request)
             else:
                 epoch.engine.abort(event.abort)
+        _await_transfers(epoch.engine.scheduler)
         plan = epoch.engine.step()
         result.num_steps += plan.run
+        if plan.sleeps:
+            epoch.engine.scheduler.settle(idle=True)
         epoch.process.grammars.wait()
+        if epoch.process.images is not None:
+            epoch.process.images.wait()
         # The grammars that a step has seen are compiled by the next one, which may be the first to run.
         if step > last_event and plan.sleeps:
             return
     raise AssertionError(f"not done after {max_steps} steps")
+
+
+def _await_transfers(scheduler: Any) -> None:
+    """Let no sequence wait outside the scheduler, because the ranks leave when none has work, and end all saves."""
+    deadline = time.monotonic() + 20
+    while (transfers := scheduler.cache.transfers) is not None and transfers.num_open:
+        assert time.monotonic() < deadline, "a transfer does not end"
+        time.sleep(1e-4)
+        scheduler.settle(idle=True)
 
 
 def _spoil_unused_states(epoch: Any) -> None:

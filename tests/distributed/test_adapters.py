@@ -22,6 +22,7 @@ from tests.distributed.engine_harness import (
     rank_config,
     run_engines,
 )
+from tests.distributed.test_expert_moves import moving_rank
 from tests.unit.model_case import small_checkpoint
 from workers.config import RankConfig
 from workers.lora_config import LoadedAdapter
@@ -160,6 +161,23 @@ def test_adapters_of_experts_travel_with_the_rows(
         changes["kernels"] |= {"grouped_gemm": "reference"}
     config = with_adapters(expert_models, ranks, 2, **changes)
     found = tokens_of(run_engines(rank_pool, config, events(ranks)))
+    assert found == merged(rank_pool, expert_models)
+
+
+@pytest.mark.parametrize(("all2all", "spare"), [("shm", 1), ("allgather", 0)])
+def test_adapters_of_experts_that_move(
+    rank_pool: Any, expert_models: list[Path], all2all: str, spare: int
+) -> None:
+    """Layers change their maps every few steps, on two ranks, with two slots for three adapters."""
+    config = with_adapters(
+        expert_models,
+        2,
+        2,
+        lora={"targets": ["attention", "experts"]},
+        kernels={"all2all": all2all},
+        experts={"redundant_slots": spare, "rebalance": "auto"},
+    )
+    found = tokens_of(run_engines(rank_pool, config, events(2), function=moving_rank))
     assert found == merged(rank_pool, expert_models)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.client.router import Router
 from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import (
     Event,
@@ -126,3 +127,39 @@ def test_an_fp8_cache_gives_one_answer_from_any_cache(rank_pool, checkpoint):
     assert changed < 1, "the cache was not in FP8"
     again = serve(rank_pool, checkpoint, 2, events, caching=True, dtype="fp8")
     assert [result.tokens for result in again] == [result.tokens for result in cached]
+
+
+def in_turns(lead: float, prompts: list[list[int]], answers: dict[str, list[int]]) -> list[Event]:
+    """Two turns of all sessions, on the ranks that the router of an ingress picks."""
+    router = Router([2], cache_tokens=1600, lead=lead)
+    events = []
+    for turn in range(2):
+        for number, prompt in enumerate(prompts):
+            answer = answers.get(str(number), [])
+            tokens = [*prompt, *answer, *prompt[:30]] if turn else prompt
+            pick = router.pick(tokens, 20)
+            pick.load.release(len(tokens) + 20)
+            router.keep(pick.load, pick.tail, [] if turn else answer)
+            name = f"{number} again" if turn else str(number)
+            request = make_request(name, tokens, max_tokens=20)
+            events.append(Event(100 * turn, pick.load.place[1], request))
+    return events
+
+
+def test_a_session_finds_its_prefix_on_the_rank_that_the_router_keeps_it_on(rank_pool, checkpoint):
+    chance = random.Random(1)
+    prompts = [[chance.randrange(256) for _ in range(70)] for _ in range(5)]
+    config = rank_config(checkpoint, 2, cache={"num_blocks": 200, "block_size": BLOCK})
+
+    def run(lead: float, answers: dict[str, list[int]]) -> tuple[dict[str, list[int]], list[int]]:
+        results = run_engines(rank_pool, config, in_turns(lead, prompts, answers))
+        tokens = {name: ids for result in results for name, ids in result.tokens.items()}
+        cached = {name: n for result in results for name, n in result.cached_tokens.items()}
+        return tokens, [cached[f"{number} again"] for number in range(len(prompts))]
+
+    answers, _ = run(0, {})
+    sticky, cached = run(8, answers)
+    spread, found = run(0, answers)
+    assert sticky == spread
+    assert cached == [88] * 5, "the prompt of 70 tokens and its answer of 20, in whole blocks"
+    assert sum(found) < sum(cached)

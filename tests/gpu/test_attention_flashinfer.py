@@ -80,6 +80,17 @@ STEPS: dict[int, list[Seqs]] = {
     # A long one among many is cut, and the last rows are empty.
     100: [[(60, 1)] * 100, [*[(33, 1)] * 80, (2047, 1), (1999, 1)], [(100, 1)] * 7, []],
 }
+DRAFT_STEPS: dict[int, list[Seqs]] = {
+    4: [[(700, 4)], [(9, 1)], [(33, 2), (5, 2)][::-1], []],
+    24: [[(2040, 4), (3, 4), (100, 4)], [(17, 1), (15, 1), *[(64, 3)] * 5], [(31, 1)] * 24, []],
+    # More rows than a table of sequences has.
+    320: [
+        [(60, 4)] * 80,
+        [*[(33, 1)] * 20, (1999, 1), *[(500, 4)] * 60, (2040, 3)],
+        [(100, 1)] * 7,
+        [],
+    ],
+}
 MIXED_STEPS: dict[int, list[Seqs]] = {
     16: [[(0, 16)], [(33, 1), (5, 1), (7, 9), (0, 4)], [(900, 1)] * 5, []],
     # Enough rows for a form of prompts that are all new: alone, behind decodes, none; one that is not.
@@ -267,6 +278,20 @@ def test_graphs_of_prompts_equal_eager(specs: Sequence[AttentionSpec]):
         case.check(size, i, tuple({best, GraphForm.MIXED}))
         new += [(size, i)] if best == GraphForm.NEW_PROMPTS else []
     assert new == [(1024, i) for i in range(4)]
+
+
+@pytest.mark.parametrize("specs", [(QWEN3_SPEC,) * NUM_LAYERS, DIFFERENT_LAYERS])
+@torch.inference_mode()
+def test_graphs_of_drafts_equal_eager(specs: Sequence[AttentionSpec]):
+    """Decodes with drafts and without, of very different lengths; the largest graph is captured first."""
+    case = Replayed(DRAFT_STEPS, specs)
+    if not case.attention.mixed_graph:
+        pytest.skip("this GPU has no FlashAttention 3")
+    for size in sorted(DRAFT_STEPS, reverse=True):
+        assert case.attention.drafts_form(size) == GraphForm.DRAFTS
+        case.capture(size, GraphForm.DRAFTS)
+    for size, i in sorted(case.pages, key=lambda key: key[1]):
+        case.check(size, i, (GraphForm.DRAFTS,))
 
 
 @pytest.mark.parametrize("norm", [True, False])

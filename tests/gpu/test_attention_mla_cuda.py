@@ -1,12 +1,17 @@
 """flashinfer's latent attention (MLA): dense attention, graphs, long contexts, and the kernels that it compiles."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels.attention.flashinfer_mla import FlashInferMlaAttention
+from kernels.attention.flashinfer_mla_fp8 import FlashInferMlaFp8Attention
 from kernels.attention.flashinfer_modules import latent_modules
+from kernels.attention.fp8_latents import latent_parts
 from kernels.backends.select import probe
 from kernels.interface.attention_spec import AttentionSpec, MlaDims
+from kernels.interface.kv_layout import layout_of
 from tests.fused_latents import DTYPE, FusedRows, check
 from tests.unit.test_kernels_attention import BATCHES, Pages, Seqs
 
@@ -36,24 +41,34 @@ LONG: dict[str, Seqs] = {
 }
 
 
+def attention(
+    of: AttentionSpec, block_size: int = 16, *, fp8: bool = False, num_layers: int = 1
+) -> FlashInferMlaAttention:
+    backend = FlashInferMlaFp8Attention if fp8 else FlashInferMlaAttention
+    return backend([replace(of, fp8_cache=fp8)] * num_layers, block_size)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("label", BATCHES)
 @pytest.mark.parametrize("shape", SPECS)
 @torch.inference_mode()
-def test_equals_dense_attention(shape: str, label: str) -> None:
-    check(FlashInferMlaAttention([SPECS[shape]] * 2, 16), BATCHES[label], device="cuda")
+def test_equals_dense_attention(shape: str, label: str, fp8: bool) -> None:
+    check(attention(SPECS[shape], fp8=fp8, num_layers=2), BATCHES[label], device="cuda")
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("block_size", [1, 64])
 @torch.inference_mode()
-def test_block_sizes(block_size: int) -> None:
+def test_block_sizes(block_size: int, fp8: bool) -> None:
     for label in ("mixed", "very_different_lengths"):
-        check(FlashInferMlaAttention([spec(16)], block_size), BATCHES[label], device="cuda")
+        check(attention(spec(16), block_size, fp8=fp8), BATCHES[label], device="cuda")
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("label", LONG)
 @torch.inference_mode()
-def test_long_contexts(label: str) -> None:
-    check(FlashInferMlaAttention([spec(16)], 16), LONG[label], device="cuda")
+def test_long_contexts(label: str, fp8: bool) -> None:
+    check(attention(spec(16), fp8=fp8), LONG[label], device="cuda")
 
 
 @torch.inference_mode()
@@ -70,21 +85,24 @@ STEPS: dict[int, list[Seqs]] = {
 }
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("shape", ["16_heads", "128_heads"])
 @torch.inference_mode()
-def test_graphs_equal_eager(shape: str) -> None:
+def test_graphs_equal_eager(shape: str, fp8: bool) -> None:
     """Bit by bit: graphs are replayed with other lengths than they were captured with, sizes in turn."""
-    attention = FlashInferMlaAttention([SPECS[shape]], 16)
+    own = replace(SPECS[shape], fp8_cache=fp8)
+    subject = attention(SPECS[shape], fp8=fp8)
     cases = {
-        (size, i): (pages, FusedRows(pages, SPECS[shape], size - len(seqs), "cuda"))
+        (size, i): (pages, FusedRows(pages, own, size - len(seqs), "cuda"))
         for size, batches in STEPS.items()
         for i, seqs in enumerate(batches)
         for pages in [Pages(seqs, [], 16, DTYPE, 0)]
     }
     num_blocks = max(pages.num_blocks for pages, _ in cases.values())
-    cache = torch.zeros(num_blocks, 16, 576, dtype=DTYPE, device="cuda")
-    attention.bind([cache])
-    attention.reserve_graphs(100, 100, 300)
+    shape, dtype = layout_of(own).shape(num_blocks, 16), torch.uint8 if fp8 else DTYPE
+    cache = torch.zeros(shape, dtype=dtype, device="cuda")
+    subject.bind([cache])
+    subject.reserve_graphs(100, 100, 300)
     kv_up = cases[8, 0][1].kv_up
     graphs = {}
     for size in STEPS:
@@ -93,12 +111,12 @@ def test_graphs_equal_eager(shape: str) -> None:
 
         def forward(held=held, norm=rows.norm) -> torch.Tensor:
             q, new, rotation = held[0].clone(), held[1].clone(), held[2]
-            attention.store_latents(q, new, 0, rotation, norm, 1e-6)
-            return attention.attend_latent(q, new, kv_up, 0)
+            subject.store_latents(q, new, 0, rotation, norm, 1e-6)
+            return subject.attend_latent(q, new, kv_up, 0)
 
         pages = cases[size, 0][0]
         pages.move("cuda")
-        attention.plan_graph(pages.batch(), size, attention.forms(size, prompts=False)[0])
+        subject.plan_graph(pages.batch(), size, subject.forms(size, prompts=False)[-1])
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             forward()
@@ -113,16 +131,19 @@ def test_graphs_equal_eager(shape: str) -> None:
         for buffer, new in zip(held, (rows.q, rows.new, rows.rotation), strict=True):
             buffer.copy_(new)
         before = torch.zeros_like(cache)
-        before[: pages.num_blocks] = rows.cache
-        batch, (form,) = pages.batch(), attention.forms(size, prompts=False)
-        attention.plan_graph(batch, size, form)
+        for new, old in zip(
+            *(latent_parts(it, own, 16) for it in (before, rows.cache)), strict=True
+        ):
+            new.view(torch.uint8)[: pages.num_blocks] = old.view(torch.uint8)
+        batch, form = pages.batch(), subject.forms(size, prompts=False)[-1]
+        subject.plan_graph(batch, size, form)
         cache.copy_(before)
         graph.replay()
         replayed, written = out.clone(), cache.clone()
         cache.copy_(before)
         assert torch.equal(forward(), replayed), (size, i)
         assert torch.equal(cache, written)
-        attention.plan(batch)
+        subject.plan(batch)
         cache.copy_(before)
         eager = forward()
         torch.testing.assert_close(replayed, eager, atol=1e-2, rtol=1e-2)

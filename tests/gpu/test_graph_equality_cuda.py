@@ -198,6 +198,14 @@ class Compared:
         return [rows[: batch.num_tokens] for rows in (hidden_TD, logits_TV)]
 
 
+def step_to_the_end(epoch: Epoch) -> None:
+    """Step until no sequence runs, nor waits for its images."""
+    images = epoch.engine.scheduler.images
+    while epoch.engine.step().run or (images is not None and images.waiting):
+        if epoch.process.images is not None:
+            epoch.process.images.wait()
+
+
 def compare(config: RankConfig, served: list[list[EngineRequest]] | None = None) -> Compared:
     """Serve all waves on one rank and compare its steps."""
     served = served or waves()
@@ -215,8 +223,7 @@ def compare(config: RankConfig, served: list[list[EngineRequest]] | None = None)
         for wave in served:
             for request in wave:
                 epoch.engine.submit(request)
-            while epoch.engine.step().run:
-                pass
+            step_to_the_end(epoch)
         del runner.launch  # a cycle, which would hold the GPU's memory
     finally:
         epoch.process.close()

@@ -11,7 +11,8 @@ from tests.distributed.engine_harness import Event, make_request
 from tests.gpu.test_cuda_graphs import MARGIN, MEAN, alone, configure
 from tests.gpu_families import released_shape
 from tests.token_judge import TokenJudge, steep_routers, transformers_reference
-from workers.config import RankConfig, SpeculationConfig
+from workers.config import RankConfig
+from workers.speculation_config import SpeculationConfig
 
 MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]

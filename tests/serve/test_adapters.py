@@ -50,17 +50,22 @@ def greedy(path: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, folders: dict[str, Path]
+def adapted(
+    tmp_path_factory: pytest.TempPathFactory,
+    checkpoint: Path,
+    folders: dict[str, Path],
+    server: Server,
 ) -> Iterator[Server]:
+    """In the Ray of the shared server."""
     lora = {
         "max_loras": 2,
         "targets": ["attention", "experts"],
         "adapters": [{"name": "fr", "path": str(folders["fr"])}],
     }
     folder = tmp_path_factory.mktemp("server")
-    with running(folder, checkpoint, lora=lora, serve={"replicas": 2}) as server:
-        yield server
+    sections = {"lora": lora, "serve": {"replicas": 2}}
+    with running(folder, checkpoint, joins=server, **sections) as joined:
+        yield joined
 
 
 def tokens(server: Server, model: str, count: int = NUM_TOKENS) -> list[int]:
@@ -89,8 +94,9 @@ def listed(server: Server, *names: str) -> None:
 
 
 def test_adapters_come_and_go_and_outlive_failures(
-    server: Server, folders: dict[str, Path], expected: dict[str, list[int]], tmp_path: Path
+    adapted: Server, folders: dict[str, Path], expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
+    server = adapted
     listed(server, "fr")
     refused = operate(server, "load", lora_name="bad", lora_path=str(tmp_path))
     assert refused.status_code == 400 and "has no adapter_config.json" in refused.text

@@ -44,10 +44,11 @@ def slots(found: ExpertLayout) -> dict[int, tuple[int, ...]]:
 
 
 @pytest.fixture
-def balanced(tmp_path, checkpoint):
+def balanced(tmp_path, checkpoint, server):
+    """In the Ray of the shared server."""
     experts = {"rebalance": 200, "redundant_slots": 1}
-    with running(tmp_path, checkpoint, model=MODEL, experts=experts) as server:
-        yield server
+    with running(tmp_path, checkpoint, joins=server, model=MODEL, experts=experts) as joined:
+        yield joined
 
 
 def test_experts_move_under_streams_and_stay_where_they_are_past_a_death(balanced):

@@ -134,8 +134,9 @@ def requests(path: Path) -> Path:
 
 
 def test_a_batch_after_ctrl_c_is_that_of_a_server(
-    server: Server, config: Path, tmp_path: Path
+    server: Server, ray_address: str, config: Path, tmp_path: Path
 ) -> None:
+    """The first run has a Ray of its own, the second one joins that of the server, because it starts sooner."""
     source, out = requests(tmp_path / "requests.jsonl"), tmp_path / "out.jsonl"
     command = (config, "--input", source, "--output", out, "--concurrency", 4)
     run = run_batch(*command)
@@ -149,7 +150,8 @@ def test_a_batch_after_ctrl_c_is_that_of_a_server(
     assert code == 130 and "the same command resumes" in errors, errors
     before = results(out)
     assert 0 < len(before) < NUM_LINES
-    code, _, errors = run_batch(*command).end()
+    joined = ("--set", f"cluster.ray_address={ray_address}", "--set", "cluster.ranks=1")
+    code, _, errors = run_batch(*command, *joined).end()
     told = f"{NUM_LINES} of {NUM_LINES} lines have a result, 1 with an error"
     assert code == 3 and told in errors, errors
     found = results(out)

@@ -149,11 +149,6 @@ def lose_the_group(served: ServeRun) -> None:
     assert successor.pid != rank.pid
 
 
-def test_it_serves_and_recovers_from_the_loss_of_its_group(tmp_path):
-    with serving(tmp_path, replicas=1) as served:
-        lose_the_group(served)
-
-
 @pytest.mark.exhaustive
 def test_it_recovers_from_the_losses_of_an_http_process_and_of_its_group(tmp_path):
     with serving(tmp_path, replicas=2) as served:

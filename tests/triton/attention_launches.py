@@ -81,6 +81,41 @@ def shared_decodes(at: Inputs, *, tile_rows: int, head_dim: int = 128, fp8: bool
     merge_chunks(*own, chunks, torch.empty_like(q), found)
 
 
+def latents(at: Inputs, *, fp8: bool) -> None:
+    """Of a projection that holds q too, as it is without a latent of q, stored; and keys of several chunks, merged."""
+    from kernels.triton.expand_keys import expand_keys
+    from kernels.triton.merge_attention import merge_attention
+    from kernels.triton.read_latents import read_latents
+    from kernels.triton.store_latents import store_latents
+
+    rank, rope, nope = 512, 64, 128
+    down, weight = at.rows(HEADS * (nope + rope) + rank + rope), at.rows(rank).new_ones(rank)
+    q, latent = down.split([HEADS * (nope + rope), rank + rope], 1)
+    rotation = at.rows(1, rope // 2, dtype=torch.complex64)
+    heads = q.view(at.size, HEADS, nope + rope)
+    caches = at.latents(fp8=fp8)
+    store_latents(heads, latent, weight, 1e-6, rotation, at.slice(), *caches)
+    if fp8:
+        read_latents(caches, at.slice())
+    expand_keys(at.rows(HEADS, 2 * nope), latent[:, rank:], nope)
+    rows, lse = at.rows(HEADS, nope), at.rows(HEADS, dtype=torch.float32)
+    merge_attention(rows, lse, rows.clone(), lse.clone())
+
+
+def latent_decodes(at: Inputs, *, cut: bool, num_heads: int = HEADS) -> None:
+    """Decodes over latents in e4m3; queries have the strides of a product of each head."""
+    from kernels.triton.decode_merge import Chunks
+    from kernels.triton.latent_decode import latent_decode
+
+    caches = at.latents(fp8=True)
+    q, rope = at.rows(num_heads, 512), at.rows(num_heads, 192)[..., 128:]
+    of_heads = q.view(num_heads, at.size, 512).transpose(0, 1)
+    parts = (at.size, at.size, at.size, at.size + 1)
+    whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
+    chunks = Chunks(*whole[at.offset :].split(parts), at.slice(at.size), cut)
+    latent_decode(of_heads, rope, caches, torch.empty_like(q), chunks, scale=0.1)
+
+
 def prompts(at: Inputs, *, window: int | None, fp8: bool = False) -> None:
     from kernels.triton.paged_attention import paged_attention
 

@@ -42,6 +42,7 @@ LARGE = (
     "push_rows_kernel",
     "push_sums_kernel",
     "paged_decode_kernel",
+    "latent_decode_kernel",
     "shared_decode_kernel",
 )
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.attention.fp8_latents import latent_parts
 from kernels.attention.fp8_pages import Fp8Pages
-from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec, MlaDims
 from kernels.interface.kv_layout import layout_of
 
 # One, a multiple of 16, and neither; 16 and 17 rows of 8 experts are both one chunk of pairs.
@@ -46,3 +47,10 @@ class Inputs:
         spec = AttentionSpec(HEADS, HEADS, head_dim, 1.0, fp8_cache=True)
         cache = torch.zeros(layout_of(spec).shape(4, BLOCK), dtype=torch.uint8, device=self.device)
         return Fp8Pages(cache, spec, BLOCK).tensors
+
+    def latents(self, *, fp8: bool) -> Sequence[torch.Tensor]:
+        """Latents and rotated keys of a layer in DeepSeek's sizes, in e4m3 with their exponents."""
+        spec = AttentionSpec(HEADS, 1, 192, 1.0, mla=MlaDims(512, 64, 128, 128), fp8_cache=fp8)
+        dtype = torch.uint8 if fp8 else torch.bfloat16
+        cache = torch.zeros(layout_of(spec).shape(4, BLOCK), dtype=dtype, device=self.device)
+        return latent_parts(cache, spec, BLOCK)

@@ -22,6 +22,8 @@ from tests.triton import launches_four_bit, launches_fp8
 from tests.triton.attention_launches import (
     decodes,
     expand_fp8,
+    latent_decodes,
+    latents,
     list_pages,
     norm_rotate_store,
     prompts,
@@ -31,7 +33,6 @@ from tests.triton.attention_launches import (
 )
 from tests.triton.device import DEVICE, FOR_HOPPER
 from tests.triton.launch_inputs import (
-    BLOCK,
     EXPERTS,
     HEAD_DIM,
     HEADS,
@@ -41,24 +42,6 @@ from tests.triton.launch_inputs import (
     Inputs,
 )
 from tests.triton.symm_ranks import build_ranks
-
-
-def _latents(at: Inputs) -> None:
-    """Of a projection that holds q too, as it is without a latent of q, stored; and keys of several chunks, merged."""
-    from kernels.triton.expand_keys import expand_keys
-    from kernels.triton.merge_attention import merge_attention
-    from kernels.triton.store_latents import store_latents
-
-    rank, rope, nope = 512, 64, 128
-    down, weight = at.rows(HEADS * (nope + rope) + rank + rope), at.rows(rank).new_ones(rank)
-    q, latent = down.split([HEADS * (nope + rope), rank + rope], 1)
-    rotation, cache = at.rows(1, rope // 2, dtype=torch.complex64), at.rows(1)[:0]
-    cache = cache.new_zeros(4, BLOCK, rank + rope)
-    heads = q.view(at.size, HEADS, nope + rope)
-    store_latents(heads, latent, weight, 1e-6, rotation, at.slice(), cache)
-    expand_keys(at.rows(HEADS, 2 * nope), latent[:, rank:], nope)
-    rows, lse = at.rows(HEADS, nope), at.rows(HEADS, dtype=torch.float32)
-    merge_attention(rows, lse, rows.clone(), lse.clone())
 
 
 def _norm(at: Inputs) -> None:
@@ -121,6 +104,20 @@ def _linear_attention(
     gated_rms_norm(out, gate, weight.view(-1)[:HEAD_DIM], 1e-6)
     heads = whole[at.offset :, :256].unflatten(1, (2, 128))
     gated_rms_norm_fp8(heads.contiguous(), heads, gates.new_zeros(128), 1e-6)
+
+
+def _handover(at: Inputs) -> None:
+    """Gates, states and tails of prompts around a library's kernel."""
+    from kernels.triton.delta_handover import read_states, store_tails, token_gates, write_states
+
+    whole = torch.zeros(at.offset + at.size, 3 * HEADS, dtype=torch.bfloat16, device=at.device)
+    a, b, mixed = whole[at.offset :].split(HEADS, 1)
+    gates = torch.zeros(HEADS, device=at.device)
+    token_gates(a, b, gates, gates)
+    pool = torch.zeros(2, HEADS, HEAD_DIM, HEAD_DIM, device=at.device)
+    write_states(pool, at.slice(), read_states(pool, at.slice()))
+    starts = torch.zeros(at.size + 1, dtype=torch.int64, device=at.device)
+    store_tails(mixed, starts, at.slice(), mixed.new_zeros(2, 3, HEADS))
 
 
 def _route(at: Inputs, *, on_device: bool) -> None:
@@ -276,9 +273,10 @@ def _lora_of_experts(at: Inputs) -> None:
 
     new: dict[str, Any] = {"dtype": torch.bfloat16, "device": at.device}
     a_SeQK, b_SeNr = torch.zeros(2, 2, 32, WIDTH, **new), torch.zeros(2, 2, 2 * WIDTH, 16, **new)
-    h_ZRQ = lora_shrink(at.rows(WIDTH), a_SeQK, at.slice(), 16, at.slice())
+    experts = at.slice(), torch.zeros(2, dtype=torch.int32, device=at.device)
+    h_ZRQ = lora_shrink(at.rows(WIDTH), a_SeQK, at.slice(), 16, experts)
     tiles = torch.zeros(2, 3, dtype=torch.int32, device=at.device)
-    lora_expand(at.rows(2 * WIDTH), h_ZRQ, b_SeNr, at.slice(), tiles, at.slice())
+    lora_expand(at.rows(2 * WIDTH), h_ZRQ, b_SeNr, at.slice(), tiles, experts)
 
 
 CASES: dict[str, Callable[[Inputs], None]] = {
@@ -291,7 +289,10 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "norm_rotate_store_fp8": partial(norm_rotate_store, norm=True, rotary_dim=HEAD_DIM, fp8=True),
     "rotate_store": partial(norm_rotate_store, norm=False, rotary_dim=HEAD_DIM),
     "rotate_part_store": partial(norm_rotate_store, norm=False, rotary_dim=HEAD_DIM // 2),
-    "latents": _latents,
+    "latents": partial(latents, fp8=False),
+    "latents_fp8": partial(latents, fp8=True),
+    "latent_decodes": partial(latent_decodes, cut=False),
+    "latent_decodes_in_chunks": partial(latent_decodes, cut=True),
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
     "linear_attention_of_drafts": partial(_linear_attention, prompts=False, drafts=2),
@@ -300,6 +301,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
         _linear_attention, prompts=False, states="bfloat16"
     ),
     "linear_attention_of_prompts_bf16": partial(_linear_attention, prompts=True, states="bfloat16"),
+    "linear_attention_handed_over": _handover,
     "gates": _gates,
     "route": partial(_route, on_device=False),
     "route_in_graphs": partial(_route, on_device=True),
@@ -371,9 +373,15 @@ def _shared_programs(head_dim: int) -> list[int]:
 
     for rows, _ in TILES:
         for fp8 in (False, True):
-            at = Inputs(DEVICE, 16, 0)
-            shared_decodes(at, tile_rows=rows // 8, head_dim=head_dim, fp8=fp8)
+            shared_decodes(Inputs(DEVICE, 16, 0), tile_rows=rows // 8, head_dim=head_dim, fp8=fp8)
     return [count for _, count in TILES for _ in range(2)]
+
+
+def _latent_decode_programs() -> list[int]:
+    """Launch decodes over latents of 16 and of more heads; a program has an SM alone."""
+    for num_heads in (16, 20):
+        latent_decodes(Inputs(DEVICE, 16, 0), cut=True, num_heads=num_heads)
+    return [1, 1]
 
 
 LAUNCHES: dict[str, Callable[[], list[int]]] = {
@@ -387,5 +395,6 @@ LAUNCHES: dict[str, Callable[[], list[int]]] = {
     "push_fp8_on_8_sms": partial(_pushes, 4, 8, fp8=True),
     **{f"push_on_{sms}_sms": partial(_pushes, 4, sms) for sms in (8, 32)},
     "decodes": _decode_programs,
+    "latent_decodes": _latent_decode_programs,
     **{f"shared_decodes_of_{dim}": partial(_shared_programs, dim) for dim in (64, 128, 256)},
 }

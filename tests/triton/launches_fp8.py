@@ -4,6 +4,7 @@ N rows, E experts.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from kernels.all2all.base import ExpertInput
 from kernels.block_fp8 import BlockWeights
 from kernels.grouped_gemm.skinny_fp8 import SkinnyFp8
+from kernels.lora.experts import ExpertAdapters, ExpertLora
 from kernels.routing.device_routing import DeviceRouting, route_on_device
 from tests.triton.device import DEVICE, FOR_HOPPER
 from tests.triton.launch_inputs import EXPERTS, Inputs
@@ -37,13 +39,35 @@ def _hopper_skinny_fp8(at: Inputs) -> None:
     skinny_fp8(rows, weights, 2)
 
 
-def _skinny_fp8(at: Inputs) -> None:
-    """Rows in FP8 of an expert's few."""
+def _skinny_fp8(at: Inputs, *, adapters: bool = False) -> None:
+    """Rows in FP8 of an expert's few; with adapters the first product is not gated."""
     routing = route_on_device(at.ids(), range(EXPERTS), num_experts=EXPERTS)
+    if adapters:  # torch reads the bounds, which are undefined where nothing runs
+        names = ("row_R", "starts_e", "ends_e")
+        routing = replace(routing, **{it: torch.zeros_like(getattr(routing, it)) for it in names})
     weights = BlockWeights.empty(EXPERTS, 256, 128, device=at.device)
     down = BlockWeights.empty(EXPERTS, 128, 128, device=at.device)
-    routed = ExpertInput(at.rows(128), routing.offs_e, None, routing)
-    SkinnyFp8(hopper=FOR_HOPPER)(routed, weights, down, num_sms=4)
+    slots_N = torch.zeros(len(at.rows(128)), dtype=torch.int64, device=at.device)
+    routed = ExpertInput(at.rows(128), routing.offs_e, None, routing, slots_N=slots_N)
+    lora = _no_adapters(at) if adapters else None
+    SkinnyFp8(hopper=FOR_HOPPER)(routed, weights, down, num_sms=4, adapters=lora)
+
+
+def _no_adapters(at: Inputs) -> ExpertAdapters:
+    """One slot of rank 16, for experts of 128 inputs and outputs."""
+    new = partial(torch.zeros, device=at.device)
+    bf16, places_e = torch.bfloat16, new(EXPERTS, dtype=torch.int32)
+    blocks = (((0, 128, 0), (128, 256, 1)), ((0, 128, 0),))
+    both = [
+        ExpertLora(
+            new(1, EXPERTS, len(its) * 16, 128, dtype=bf16),
+            new(1, EXPERTS, len(its) * 128, 16, dtype=bf16),
+            its,
+            places_e,
+        )
+        for its in blocks
+    ]
+    return ExpertAdapters(*both)
 
 
 def _fp8_tiles(rows_per_expert: float) -> list[int]:
@@ -74,6 +98,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "dense_fp8": _dense_fp8,
     **({"hopper_skinny_fp8": _hopper_skinny_fp8} if FOR_HOPPER else {}),
     "skinny_fp8": _skinny_fp8,
+    "skinny_fp8_with_adapters": partial(_skinny_fp8, adapters=True),
 }
 LAUNCHES: dict[str, Callable[[], list[int]]] = {
     **{f"{rows}_rows_an_expert_fp8": partial(_fp8_tiles, rows) for rows in (0.25, 8, 16, 48)},

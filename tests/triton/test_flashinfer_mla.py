@@ -4,6 +4,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kernels.attention import flashinfer_mla
 from kernels.attention.base import GraphForm
 from kernels.attention.context_chunks import Piece, chunk_limit, cut_contexts
 from kernels.attention.flashinfer_mla import FlashInferMlaAttention
+from kernels.attention.flashinfer_mla_fp8 import FlashInferMlaFp8Attention
 from kernels.interface.attention_spec import AttentionSpec, MlaDims
 from tests.fused_latents import check, fake_flashinfer
 from tests.shared_case import reads, use_cascade
@@ -29,37 +31,42 @@ pytestmark = pytest.mark.skipif(COMPILED, reason="tests/gpu runs flashinfer itse
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flashinfer's calls, and CUDA's that the host makes, on a machine without both."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer())
-    monkeypatch.setattr(FlashInferMlaAttention, "compile_kernels", lambda *_: None)
+    for backend in (FlashInferMlaAttention, FlashInferMlaFp8Attention):
+        monkeypatch.setattr(backend, "compile_kernels", lambda *_: None)
     event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
 
-def attention(block_size: int = 4, num_layers: int = 1) -> FlashInferMlaAttention:
-    return FlashInferMlaAttention([SPEC] * num_layers, block_size)
+def attention(block_size: int = 4, num_layers: int = 1, *, fp8: bool = False) -> Any:
+    backend = FlashInferMlaFp8Attention if fp8 else FlashInferMlaAttention
+    return backend([replace(SPEC, fp8_cache=fp8)] * num_layers, block_size)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_equals_dense_attention(padding: int) -> None:
+def test_equals_dense_attention(padding: int, fp8: bool) -> None:
     """Batches of few rows, because Triton's interpreter takes milliseconds for a row."""
     for label in ("decodes", "first_chunks", "continued_chunks", "mixed", "idle"):
-        check(attention(), BATCHES[label], padding=padding)
+        check(attention(fp8=fp8), BATCHES[label], padding=padding)
 
 
-def test_contexts_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_contexts_in_many_chunks(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
     """Chunks end within sequences and hold several; a new prompt lies between two with contexts."""
     monkeypatch.setattr(flashinfer_mla, "chunk_limit", lambda rows, block_size: 4 * block_size)
     seqs = [(5, 1), (9, 3), (0, 4), (21, 2), (3, 5), (2, 1)]
-    check(attention(), seqs)
-    check(attention(block_size=2), seqs[1:5])
+    check(attention(fp8=fp8), seqs)
+    check(attention(block_size=2, fp8=fp8), seqs[1:5])
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("rows", [3, 8])
-def test_planned_for_graphs(rows: int) -> None:
+def test_planned_for_graphs(rows: int, fp8: bool) -> None:
     """Rows behind the decodes are empty; their output is zero and their latents are not stored."""
     for seqs in ([(5, 1), (0, 1), (30, 1)], [(7, 1)], []):
-        check(attention(), seqs, graph=rows)
+        check(attention(fp8=fp8), seqs, graph=rows)
 
 
 SHARING = [(40, 1), (37, 1), (9, 1), (33, 1), (50, 1), (7, 1)]
@@ -95,10 +102,25 @@ def test_few_heads_share() -> None:
     many = replace(SPEC, num_heads=128)
     assert "128 heads" in str(FlashInferMlaAttention.cascade_refusal([many]))
     assert FlashInferMlaAttention.cascade_refusal([SPEC]) is None
+    assert FlashInferMlaFp8Attention.cascade_refusal([SPEC]) is not None
 
 
-def test_a_plan_leaves_nothing_to_the_next() -> None:
-    one = attention()
+def test_long_decodes_are_cut() -> None:
+    """Beside short ones, in a plan of a step and of a graph."""
+    seqs = [(700, 1), (3, 1)]
+    for graph in (0, 3):
+        one = attention(block_size=16, fp8=True)
+        one._programs = 8
+        check(one, seqs, graph=graph)
+        assert one._decode_chunks.cut
+    even = attention(fp8=True)
+    check(even, BATCHES["decodes"])
+    assert not even._decode_chunks.cut
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_plan_leaves_nothing_to_the_next(fp8: bool) -> None:
+    one = attention(fp8=fp8)
     for label in ("continued_chunks", "idle", "decodes", "mixed"):
         check(one, BATCHES[label])
 

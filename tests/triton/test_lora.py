@@ -56,33 +56,35 @@ def test_equals_torch(dtype: torch.dtype, mix: str, num_rows: int, rank: int, de
 @pytest.mark.parametrize("dtype", [torch.float32, *compiled_only(torch.bfloat16)])
 @pytest.mark.parametrize("num_rows", [1, 45])
 def test_of_experts_equals_torch(dtype: torch.dtype, num_rows: int) -> None:
-    """Experts with rows of several slots, with none, and with more rows than a program has."""
-    experts, rank, depth, width = 5, 6, 80, 150
+    """Experts with rows of several slots, with none, and with more rows than a program has; 5 of 7 are local."""
+    rank, depth, width = 6, 80, 150
     blocks = ((0, 75, 0), (75, 150, 1))
-    a_SeQK = draw(SLOTS, experts, 2 * rank, depth, dtype=dtype)
-    b_SeNr = draw(SLOTS, experts, width, rank, dtype=dtype)
+    places_e = torch.tensor([4, 0, 6, 1, 5], dtype=torch.int32)
+    a_SEQK = draw(SLOTS, 7, 2 * rank, depth, dtype=dtype)
+    b_SENr = draw(SLOTS, 7, width, rank, dtype=dtype)
     x_RK = draw(num_rows, depth, dtype=dtype) / depth**0.5
     out_RN, slots_R = draw(num_rows, width, dtype=dtype), slots_of("in turn", num_rows)
     bounds = torch.tensor([0, 0, num_rows - num_rows // 8, num_rows, num_rows])
     rows = ExpertRows.in_order(slots_R, bounds)
     expected = out_RN.clone().float()
-    ExpertLora(a_SeQK.float(), b_SeNr.float(), blocks).add_to(expected, x_RK.float(), rows)
+    lora = ExpertLora(a_SEQK.float(), b_SENr.float(), blocks, places_e)
+    lora.add_to(expected, x_RK.float(), rows)
     for slot, expert, row in zip(
         slots_R.tolist(), rows.expert_R.tolist(), range(num_rows), strict=True
     ):
         if slot:  # the reference itself, one row at a time
-            h_Q = a_SeQK[slot - 1, expert].float() @ x_RK[row].float()
-            delta = [
-                b_SeNr[slot - 1, expert, f:e].float() @ h_Q[p * rank :][:rank] for f, e, p in blocks
-            ]
+            at = slot - 1, int(places_e[expert])
+            h_Q = a_SEQK[at].float() @ x_RK[row].float()
+            delta = [b_SENr[at][f:e].float() @ h_Q[p * rank :][:rank] for f, e, p in blocks]
             torch.testing.assert_close(
                 expected[row], out_RN[row] + torch.cat(delta), atol=1e-4, rtol=1e-4
             )
 
-    found, places = out_RN.clone().to(DEVICE), (slots_R.to(DEVICE), rows.expert_R.to(DEVICE))
+    found, slots = out_RN.clone().to(DEVICE), slots_R.to(DEVICE)
+    of_rows = rows.expert_R.to(DEVICE), places_e.to(DEVICE)
     tiles = torch.tensor(tiles_of(blocks), dtype=torch.int32, device=DEVICE)
-    h_ZRQ = lora_shrink(x_RK.to(DEVICE), a_SeQK.to(DEVICE), places[0], rank, places[1])
-    lora_expand(found, h_ZRQ, b_SeNr.to(DEVICE), places[0], tiles, places[1])
+    h_ZRQ = lora_shrink(x_RK.to(DEVICE), a_SEQK.to(DEVICE), slots, rank, of_rows)
+    lora_expand(found, h_ZRQ, b_SENr.to(DEVICE), slots, tiles, of_rows)
     assert_near(found.cpu(), expected, TOLERANCES)
 
 

@@ -7,8 +7,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from kernels.attention.fp8_latents import latent_parts
+from kernels.attention.latent_cache import Fp8LatentCache
+from kernels.interface.attention_spec import AttentionSpec, MlaDims
+from kernels.interface.kv_layout import layout_of
 from kernels.triton.expand_keys import expand_keys
 from kernels.triton.merge_attention import merge_attention
+from kernels.triton.read_latents import read_latents
 from kernels.triton.store_latents import store_latents
 from tests.closeness import assert_near
 from tests.triton.device import DEVICE
@@ -43,13 +48,14 @@ def test_store_latents(
     rotation = torch.polar(torch.ones_like(angles), angles)
     slots = torch.tensor([5, -1, 15, 0, 6], device=DEVICE)  # the last two rows are padding
     cache = randn(blocks, block_size, width, dtype=dtype)
+    parts = cache[..., :rank], cache[..., rank:]
     before, expected_cache = wide.clone(), cache.clone()
     expected_q = q.float()
     expected_q[..., nope:] = apply_rope(expected_q[..., nope:].clone(), rotation)
     normed = F.rms_norm(latent[:, :rank].float(), (rank,), weight.float(), 1e-6)
     key = apply_rope(latent[:, None, rank:].float().clone(), rotation)[:, 0]
     untouched = q[..., :nope].clone()
-    store_latents(q, latent, weight, 1e-6, rotation, slots, cache)
+    store_latents(q, latent, weight, 1e-6, rotation, slots, *parts)
     close(q, expected_q)
     close(latent, torch.cat((normed, key), -1))
     assert torch.equal(wide[:, :10], before[:, :10]) and torch.equal(q[..., :nope], untouched)
@@ -57,6 +63,39 @@ def test_store_latents(
         if slot >= 0:
             expected_cache.view(-1, width)[slot] = latent[row]
     assert torch.equal(cache, expected_cache)
+
+
+@pytest.mark.parametrize(("heads", "nope", "rope", "rank", "value"), SIZES)
+def test_latents_in_fp8_are_stored_and_read_as_rounded(
+    heads: int, nope: int, rope: int, rank: int, value: int
+) -> None:
+    """Rows are rounded in place; those that have a slot lie there and are read back, no other byte changes."""
+    dtype, blocks, block_size = torch.bfloat16, 4, 4
+    spec = AttentionSpec(
+        heads, 1, nope + rope, 1.0, mla=MlaDims(rank, rope, nope, value), fp8_cache=True
+    )
+    latent, q = randn(7, rank + rope, dtype=dtype), randn(7, heads, nope + rope, dtype=dtype)
+    weight, angles = randn(rank, dtype=dtype), randn(7, 1, rope // 2)
+    rotation = torch.polar(torch.ones_like(angles), angles)
+    plain, plain_q = latent.clone(), q.clone()
+    unrounded = randn(blocks, block_size, rank + rope, dtype=dtype)
+    slots = [5, -1, 15, 0, 6]  # the last two rows are padding
+    on_device = torch.tensor(slots, device=DEVICE)
+    wide = unrounded[..., :rank], unrounded[..., rank:]
+    store_latents(plain_q, plain, weight, 1e-6, rotation, on_device, *wide)
+    shape = layout_of(spec).shape(blocks, block_size)
+    cache = torch.full(shape, 7, dtype=torch.uint8, device=DEVICE)
+    expected = cache.clone()
+    parts = latent_parts(cache, spec, block_size)
+    store_latents(q, latent, weight, 1e-6, rotation, on_device, *parts)
+    assert torch.equal(q, plain_q)
+    rounded = Fp8LatentCache(spec, expected, block_size).store(
+        plain[[0, 2, 3, 4]], on_device[[0, 2, 3, 4]]
+    )
+    assert torch.equal(cache, expected)
+    assert torch.equal(latent[[0, 2, 3, 4]], rounded)
+    assert torch.equal(read_latents(parts, on_device[[4, 0, 3]]), latent[[4, 0, 3]])
+    assert read_latents(parts, on_device[:0]).shape == (0, rank + rope)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

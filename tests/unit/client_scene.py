@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError
 from cluster.client import engine_client, group_client
 from cluster.client.engine_client import EngineClient
 from cluster.client.group_client import GroupClient
+from cluster.config.phalanx_config import PoolGroup, Role
 from cluster.supervisor import actor, supervisor
 from cluster.supervisor.supervisor import Supervisor
 from tests.unit.ray_fakes import FakeHandle, FakeRank, fake_group, phalanx_config, until
@@ -21,15 +22,20 @@ PARAMS = SamplingParams(max_tokens=8)
 
 
 class OfFakes(Supervisor):
-    """A supervisor of groups of two fake ranks: one group, or a group for each of `names`."""
+    """A supervisor of groups of two fake ranks: one group, or a group for each of `names`, of the role in `roles`."""
 
     group_options: ClassVar[dict[str, Any]] = {}
     names: ClassVar[tuple[str, ...]] = ("app",)
+    roles: ClassVar[dict[str, Role]] = {}
 
     def _create_groups(self, config: Any) -> list[Any]:
         made = [
             fake_group(
-                2, name=name, epoch_begins=partial(self._note_epoch, name), **self.group_options
+                2,
+                name=name,
+                role=self.roles.get(name, "generate"),
+                epoch_begins=partial(self._note_epoch, name),
+                **self.group_options,
             )
             for name in self.names
         ]
@@ -97,7 +103,8 @@ class Scene:
 
 @asynccontextmanager
 async def scene(**serve: Any):
-    config = phalanx_config(**serve)
+    pool = [PoolGroup(role=OfFakes.roles.get(name, "generate"), ranks=2) for name in OfFakes.names]
+    config = phalanx_config(**serve).model_copy(update={"pool": pool})
     subject = OfFakes(config)
     handle = FakeHandle(subject)
     actor.get_or_create = lambda config: handle  # restored by the fixture

@@ -23,15 +23,16 @@ from workers.weights.loader import load_weights
 class OneRankDraft:
     """The head of a checkpoint, or a draft model of another folder; it has an attention with caches of its own."""
 
-    def __init__(self, path: Path, draft: Path | None = None):
-        self.target = OneRank(path)
-        target = self.target.config
-        eagle = draft and load_eagle3_config(draft, target, read_headers(draft).keys())
-        config = target.mtp if eagle is None else eagle.model
+    def __init__(self, path: Path, draft: Path | None = None, **target: Any):
+        """target: options of OneRank."""
+        self.target = OneRank(path, **target)
+        model = self.target.config
+        eagle = draft and load_eagle3_config(draft, model, read_headers(draft).keys())
+        config = model.mtp if eagle is None else eagle.model
         assert config is not None
         self.attention = self._attention(config)
         backends = replace(self.target.backends, attention=self.attention, linear_attention=None)
-        expert_map = ContiguousMap(target.num_experts, 1)
+        expert_map = ContiguousMap(model.num_experts, 1)
         place: dict[str, Any] = {"expert_map": expert_map, "rank": 0, "device": "cpu"}
         head: MtpHead | Eagle3Head
         if eagle is None:
@@ -41,6 +42,7 @@ class OneRankDraft:
         self.head = head
         place["device"] = torch.device("cpu")
         load_weights(head, draft or path, config=config, **place)
+        head.filled()
 
     def _attention(self, config: ModelConfig) -> Any:
         specs: tuple[AttentionSpec, ...] = config.attention_specs

@@ -45,6 +45,9 @@ class EagerPlanner:
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
         return self.forms(num_rows, prompts=prompts)[-1]
 
+    def drafts_form(self, num_rows: int) -> GraphForm:
+        return GraphForm.MIXED
+
     def plan_graph(
         self, batch: AttentionBatch, num_rows: int, form: GraphForm, *, prompts: bool = False
     ) -> None:
@@ -88,7 +91,7 @@ def make_capturable(
     planner = ShortenedPlanner(attention)
     for name, value in (("graph", True), ("mixed_graph", mixed), ("shortens", True)):
         monkeypatch.setattr(attention, name, value, raising=False)
-    for name in ("reserve_graphs", "forms", "form", "plan_graph", "shorten"):
+    for name in ("reserve_graphs", "forms", "form", "drafts_form", "plan_graph", "shorten"):
         monkeypatch.setattr(attention, name, getattr(planner, name), raising=False)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels.all2all.base import SlotColumn
 from kernels.all2all.local import LocalAllToAll
 from kernels.attention.base import Attention
 from kernels.attention.mla import MlaAttention
@@ -127,7 +128,8 @@ class OneRank:
             self.attention,
             self._linear_attention(max_seqs, dtype, torch.device(device)),
         )
-        backends.all2all.adapters = expert_adapters
+        if expert_adapters:
+            backends.all2all.slot_column = SlotColumn(512, device)
         expert_map = ContiguousMap(config.num_experts, 1)
         self.model = DecoderLM(
             config, backends, expert_map=expert_map, rank=0, device=device, dtype=dtype, **options

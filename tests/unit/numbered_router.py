@@ -11,10 +11,15 @@ class Router(router.Router):
     def pick(
         self, token_ids: list[int], num_output: int, pinned: int | None = None, **how: Any
     ) -> int:
+        return self.number(self.picked(token_ids, num_output, pinned, **how).load.place)
+
+    def picked(
+        self, token_ids: list[int], num_output: int, pinned: int | None = None, **how: Any
+    ) -> router.Pick:
         place = None if pinned is None else self.place(pinned)
         picked = super().pick(token_ids, num_output, pinned=place, **how)
         self.picked_prefill = picked.prefill
-        return self.number(picked.load.place)
+        return picked
 
     def release(self, rank: int, num_tokens: int) -> None:
         self.loads[rank].release(num_tokens)

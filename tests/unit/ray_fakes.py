@@ -8,7 +8,7 @@ from typing import Any
 
 import ray.exceptions
 
-from cluster.config.phalanx_config import PhalanxConfig
+from cluster.config.phalanx_config import PhalanxConfig, Role
 from cluster.supervisor.group import Group
 from cluster.supervisor.group_spec import GroupSpec
 from cluster.supervisor.placement import PlacementError, RankLocation
@@ -337,16 +337,24 @@ def phalanx_config(
     )
 
 
-def group_spec(num_ranks: int = 2, name: str = "app", num_nodes: int = 1) -> GroupSpec:
-    return GroupSpec(name, "generate", "tiny", rank_config(num_ranks, num_nodes=num_nodes))
+def group_spec(
+    num_ranks: int = 2, name: str = "app", num_nodes: int = 1, role: Role = "generate"
+) -> GroupSpec:
+    ranks = rank_config(num_ranks, num_nodes=num_nodes)
+    return GroupSpec(name, role, "tiny", phalanx_config(num_ranks), ranks)
 
 
 def fake_group(
-    num_ranks: int = 2, num_nodes: int = 1, *, name: str = "app", **options: Any
+    num_ranks: int = 2,
+    num_nodes: int = 1,
+    *,
+    name: str = "app",
+    role: Role = "generate",
+    **options: Any,
 ) -> tuple[Group, list[FakeRank], FakeLauncher]:
     """A group over fake ranks, the ranks, and the launcher; `options` go to the group."""
     ranks = [FakeRank(rank) for rank in range(num_ranks)]
-    spec = group_spec(num_ranks, name, num_nodes)
+    spec = group_spec(num_ranks, name, num_nodes, role)
     for rank in ranks:
         rank.node_id = f"node {spec.ranks.dims.node(rank.rank)}"
     launcher = FakeLauncher(ranks)

@@ -10,7 +10,11 @@ import torch
 from tests.adapter_case import chosen, make_adapter, merge, weight_shapes
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
-from workers.lora_config import LoadedAdapter
+from workers.adapters.layout import AdapterLayout
+from workers.adapters.pools import AdapterPools
+from workers.adapters.store import AdapterStore
+from workers.lora_config import LoadedAdapter, LoraConfig
+from workers.models.registry import load_model_config
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
@@ -61,7 +65,7 @@ class Scene:
 
     def stage(self, number: int, place: int) -> None:
         adapter = LoadedAdapter(id=number, name=f"a{number}", path=str(self.folders[place]))
-        self.store.stage(adapter)
+        self.store.begin(adapter)()
 
 
 def greedy(path: Path) -> list[int]:
@@ -114,3 +118,17 @@ def test_answers_are_of_their_own_adapter(scene: Scene, cycles: int) -> None:
     slots = scene.engine.scheduler.adapters
     assert slots is not None and slots.num_loads >= cycles // 2
     assert scene.engine.scheduler.adapter_vote(None)["adapter_slots"] == 0
+
+
+def test_an_adapter_that_is_dropped_while_it_is_read_is_not_kept(tmp_path: Path) -> None:
+    """Another rank may have failed meanwhile; before the thread begins, too."""
+    base = small_checkpoint(tmp_path / "base", num_layers=1)
+    folder = make_adapter(tmp_path / "a", chosen(weight_shapes(base), ("q_proj",)))
+    layout = AdapterLayout.of(load_model_config(base), LoraConfig(max_loras=1))
+    store = AdapterStore(AdapterPools(layout, 1, device=torch.device("cpu"), dtype=torch.float32))
+    adapter = LoadedAdapter(id=7, name="a", path=str(folder))
+    read = store.begin(adapter)
+    store.drop(7)
+    digest = read()
+    assert 7 not in store and len(store) == 0
+    assert store.begin(adapter)() == digest and 7 in store

@@ -110,7 +110,7 @@ def test_check_refuses_targets_that_the_model_lacks(folder: Path) -> None:
         check(load_config(written(folder, str(settings))), num_api_keys=1)
 
 
-def test_backends_that_carry_or_add_no_adapters_of_experts_are_refused(folder: Path) -> None:
+def test_exchanges_that_carry_no_adapters_of_experts_are_refused(folder: Path) -> None:
     config = load_config(written(folder, "{max_loras: 1, targets: [experts]}"))
     shape = backend_shape(resolve_rank_config(config), load_model_config(folder / "model"))
     assert shape.row_ids == shape.top_k + 1
@@ -126,8 +126,7 @@ def test_backends_that_carry_or_add_no_adapters_of_experts_are_refused(folder: P
         for seam in ("all2all", "grouped_gemm")
     }
     assert refused["all2all"] == ["deepep", "deepep_low_latency"]
-    fp8_and_four_bits = {"deepgemm", "deepgemm_fp8", "native_four_bit", "triton_four_bit"}
-    assert set(refused["grouped_gemm"]) == fp8_and_four_bits
+    assert not refused["grouped_gemm"]
     without = replace(shape, expert_adapters=False)
     for seam, names in refused.items():
         for name in names:

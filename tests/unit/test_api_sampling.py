@@ -241,6 +241,35 @@ def test_priority_salt_and_rank_reach_the_backend(call):
     assert list(api.backend.options.values()) == [expected] * 2
 
 
+def session_of(api: Api) -> str | None:
+    (options,) = api.backend.options.values()
+    return options.get("session")
+
+
+@pytest.mark.parametrize(
+    ("fields", "session"),
+    [
+        ({}, None),
+        ({"user": "u"}, "u"),
+        ({"prompt_cache_key": "k", "user": "u"}, "k"),
+        ({"prompt_cache_key": "", "user": {"not": "a name"}}, None),
+        ({"user": 7}, None),
+    ],
+)
+def test_the_session_of_a_request_reaches_the_backend(fields, session):
+    api = Api()
+    assert api.complete(**fields).status_code == 200
+    assert session_of(api) == session
+
+
+def test_the_header_names_the_session_before_the_body():
+    api = Api()
+    body = {"prompt": "hi", "prompt_cache_key": "k"}
+    headers = {"X-Session-Id": "h"}
+    assert api.request("POST", "/v1/completions", json=body, headers=headers).status_code == 200
+    assert session_of(api) == "h"
+
+
 @pytest.mark.parametrize("rank", ["4", "-1", "one", "", "1.0", "0x1", "0000000001", " ", "9" * 400])
 def test_ranks_that_are_not_there(rank):
     api = Api(FakeBackend(num_ranks=4))

@@ -18,7 +18,7 @@ from workers.models.registry import FAMILIES, load_model_config
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "models" / "demo"
 FAMILIES_WRITTEN = sorted(
-    FAMILIES.keys() - {"kimi_k2", "qwen3_5_moe"}
+    FAMILIES.keys() - {"glm4v_moe", "kimi_k2", "qwen3_5_moe", "qwen3_vl_moe"}
 )  # in transformers, without images
 
 

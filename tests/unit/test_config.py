@@ -11,7 +11,6 @@ from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import resolve_rank_config, resolve_threads
 from tests.checkpoints.writer import make_checkpoint
-from tests.family_cases import family_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
 MAX_LENGTH = 512
@@ -330,13 +329,6 @@ def test_the_cache_has_the_precision_of_the_model_or_fp8(yaml_path: Path) -> Non
     assert found == {
         "cache.dtype": "float16 differs from model.dtype = bfloat16; expected auto, bfloat16 or fp8"
     }
-
-
-def test_latents_are_not_cached_in_fp8(tmp_path: Path) -> None:
-    folder = family_checkpoint(tmp_path / "mla", "deepseek_v3", "untied")
-    path = write(tmp_path, f"model: {{path: {folder}}}")
-    found = problems(path, "cache.dtype=fp8")["cache.dtype"]
-    assert found == "fp8 is for heads of K and V, the model caches latents (MLA); expected auto"
 
 
 def test_error_survives_pickling(yaml_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The forward of all families starts from ids or embeddings, and gives hidden states of chosen layers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM as Reference
@@ -30,7 +32,7 @@ def forward(rank, *args):
 def test_hidden_states_of_chosen_layers_are_those_of_transformers(path, rank):
     found = {0: torch.empty(0), 1: torch.empty(0)}
     whole = forward(rank)
-    torch.testing.assert_close(forward(rank, None, found), whole)
+    torch.testing.assert_close(forward(rank, found), whole)
     model = Reference.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
         wanted = [
@@ -41,11 +43,23 @@ def test_hidden_states_of_chosen_layers_are_those_of_transformers(path, rank):
         torch.testing.assert_close(hidden_TD, of_layer, atol=1e-5, rtol=1e-4)
 
 
-def test_embeddings_take_the_place_of_ids(rank):
+def test_embeddings_of_images_take_the_place_of_ids(rank):
+    """And the first layers add what is theirs; a mask and embeddings beside it change nothing."""
     batch = make_batch(SEQUENCES, [0, 0])
-    whole, embedded = forward(rank), rank.model.embed(batch.input_ids)
-    torch.testing.assert_close(forward(rank, embedded.clone()), whole, atol=0, rtol=0)
-    embedded[2] = 0
-    other = forward(rank, embedded)
-    changed = ((other - whole).abs() > 1e-4).any(dim=1)
+    embedded_TD, mask_T = rank.model.embed(batch.input_ids), torch.zeros(7, dtype=torch.int64)
+    outputs_TXD = torch.stack((embedded_TD, torch.zeros_like(embedded_TD)), 1)
+    whole = rank.logits(batch)
+
+    def logits() -> torch.Tensor:
+        return rank.logits(replace(batch, image_mask=mask_T, image_embeds=outputs_TXD))
+
+    mask_T[2] = 1
+    torch.testing.assert_close(logits(), whole, atol=0, rtol=0)
+    outputs_TXD[5, 0] = 0  # not masked
+    torch.testing.assert_close(logits(), whole, atol=0, rtol=0)
+    outputs_TXD[2, 0] = 0
+    changed = ((logits() - whole).abs() > 1e-4).any(dim=1)
     assert changed.tolist() == [False, False, True, True, False, False, False]
+    mask_T[2], outputs_TXD[1, 1] = 0, 1
+    changed = ((logits() - whole).abs() > 1e-4).any(dim=1)
+    assert changed.tolist() == [False, True, True, True, False, False, False]

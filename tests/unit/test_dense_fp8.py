@@ -3,6 +3,7 @@
 DeepGEMM and the Triton kernels are replaced by torch; see tests/triton and tests/gpu.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,13 @@ from kernels.gated_activation import gated_activation
 from kernels.routing.expert_map import ContiguousMap
 from tests.checkpoints.families import names_of
 from tests.checkpoints.writer import make_checkpoint
+from tests.unit.draft_case import OneRankDraft
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
 from tests.unit.test_fp8_checkpoint import FILE, SCALE, Fp8Gemm
 from workers.layers.linear import DenseLinear, Fp8Linear
 from workers.models.registry import load_model_config
 from workers.weights.slots import BlockSlot
-from workers.weights.tensors import fp8_parameters, rank_weight_bytes
+from workers.weights.tensors import draft_head_bytes, fp8_parameters, rank_weight_bytes
 
 torch.set_num_threads(1)
 PROMPTS = make_batch([[1, 2, 3, 4], [200, 100]], [0, 0])
@@ -133,6 +135,32 @@ def test_the_memory_table_counts_them(family: str, tmp_path: Path) -> None:
             )
         )
     assert held[0] - held[1] == told[0] - told[1] > 0
+
+
+def test_a_head_for_multi_token_prediction_drafts_with_a_copy_of_the_output_head(
+    tmp_path: Path, in_torch: list[tuple[int, ...]]
+) -> None:
+    """Its drafts are those of the rounded head; the copy is counted; models in other dtypes have none."""
+    path = checkpoint(tmp_path, "qwen3_next", mtp=True, vocab_size=576)
+    plain = OneRankDraft(path, grouped_gemm=Fp8Gemm())
+    draft = OneRankDraft(path, grouped_gemm=DenseFp8Gemm())
+    config, head = draft.target.config, draft.head
+    width = config.hidden_size
+    states_LD = torch.randn(40, width, generator=torch.Generator().manual_seed(3))
+    in_torch.clear()
+    found_L = head.draft(states_LD)
+    assert in_torch == [(40, 576, width)]
+    weight = draft.target.model.lm_head.weight
+    blocks = quantise_blocks(weight)
+    rounded = dequantise(blocks.values, blocks.scales)
+    assert torch.equal(found_L, (states_LD @ rounded.t()).argmax(-1))
+    assert not torch.equal(rounded, weight) and torch.equal(
+        plain.head.draft(states_LD), (states_LD @ plain.target.model.lm_head.weight.t()).argmax(-1)
+    )
+    size = draft_head_bytes(config, fp8_dense=True)
+    assert size == sum(it.nbytes for it in blocks.tensors)
+    assert draft_head_bytes(config, fp8_dense=False) == 0
+    assert draft_head_bytes(replace(config, vocab_size=600), fp8_dense=True) == 0
 
 
 def test_values_and_scales_are_the_checkpoint_s(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_speculation import sequence
-from workers.config import SpeculationConfig
 from workers.speculation.depth import choose_passes, least_share
 from workers.speculation.speculator import PATIENCE, PROBE_EVERY, make_speculator
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize
+from workers.speculation_config import SpeculationConfig
 from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
 
@@ -98,6 +98,7 @@ def test_drafts_pay_if_they_do_with_some_number_of_passes():
         for _ in range(count):
             seq.token_ids.append(4)
             drafts.committed(seq, Drafts.known((4,)))
+            drafts.settle()
             list(drafts.drafts(taking, 1, 8))
         return seq.speculates, drafts.wish([seq], 1, prompts=False)[1]
 
@@ -118,21 +119,25 @@ def test_a_draft_model_that_does_not_pay_drafts_one_token_now_and_then():
     seq = sequence([1], output=[4])
     assert drafts.wish([seq], 1, prompts=False)[1] == 3, "a new sequence"
     drafts.committed(seq, Drafts.known((5, 6, 7)))
+    drafts.settle()
     assert seq.speculates
     list(drafts.drafts([seq], 1, 8))
     for token in range(100, 140):
         seq.token_ids.append(token)
         drafts.committed(seq, Drafts.known((5, 6, 7)))
+        drafts.settle()
     assert not seq.speculates
     found = [drafts.wish([seq], step, prompts=False)[1] for step in range(4 * PROBE_EVERY)]
     assert found == ([1] + [0] * (PROBE_EVERY - 1)) * 4
     while not seq.speculates:
         seq.token_ids.append(8)
         drafts.committed(seq, Drafts.known((8,)))
+        drafts.settle()
     assert 0 < drafts.wish([seq], 1, prompts=False)[1] < 3
     for _ in range(40):
         seq.token_ids.append(8)
         drafts.committed(seq, Drafts.known((8,)))
+        drafts.settle()
         list(drafts.drafts([seq], 1, 8))
     assert drafts.wish([seq], 1, prompts=False)[1] == 3
     always = make_speculator(config.model_copy(update={"adaptive": False}), MEASURED)
@@ -162,6 +167,20 @@ H200 = StepSeconds(
 )
 
 
+def test_a_new_sequence_has_drafts_before_its_first_guesses_are_counted():
+    drafts = make_speculator(SpeculationConfig(method="mtp", num_draft_tokens=3), H200)
+    old, new = sequence([1]), sequence([2])
+    for seq in (old, new):
+        seq.token_ids.append(4)
+        drafts.committed(seq, Drafts.known((5, 6, 7)))
+        if seq is old:
+            drafts.settle()
+    assert dict(drafts.drafts([old, new], 2, 8)).keys() == {old, new}
+    assert drafts.wish([old, new], 1, prompts=False)[0]
+    drafts.settle()
+    assert old.speculates and new.speculates
+
+
 def test_a_draft_model_sleeps_while_drafts_of_no_sequence_pay():
     """It reads prompts, and now and then the steps of a sequence, so that drafts may pay again."""
     drafts = make_speculator(SpeculationConfig(method="mtp", num_draft_tokens=3), MEASURED)
@@ -174,6 +193,7 @@ def test_a_draft_model_sleeps_while_drafts_of_no_sequence_pay():
         for _ in range(length):
             seq.token_ids.append(4)
             drafts.committed(seq, Drafts.known((4 if right else 5,)) if passes else None)
+            drafts.settle()
             list(drafts.drafts([seq], 1, 8))
             reads, passes = drafts.wish([seq], next(steps), prompts=False)
             if not reads:
@@ -214,6 +234,7 @@ def test_drafts_that_pay_are_taken_though_the_first_steps_were_slow(num_seqs, ga
             seq.token_ids += [7] * (accepted + 1)
             made = Drafts.known((5,) * passes) if passes else None
             drafts.committed(seq, made, (accepted, own))
+            drafts.settle()
             tokens += accepted + 1
         seconds += took
     assert tokens / seconds > gain * num_seqs / float(H200.of(num_seqs, False))

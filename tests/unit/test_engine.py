@@ -230,7 +230,7 @@ PARTS = {
     "drain": ("take", lambda engine: engine._arrivals),
     "schedule": ("schedule", lambda engine: engine.scheduler),
     "commit": ("commit", lambda engine: engine.scheduler),
-    "publish": ("_publish", lambda engine: engine),
+    "publish": ("send", lambda engine: engine._outbox),
     "statistics": ("record_step", lambda engine: engine.stats),
     "sleep": ("record_idle", lambda engine: engine.stats),
 }

@@ -18,7 +18,7 @@ from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.scheduler.scheduler import Scheduler
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.step_output import StepOutput
-from workers.step.step_sync import FIELD_NAMES, PlanConfig, Vote
+from workers.step.step_sync import FIELD_NAMES, LockstepError, PlanConfig, Vote
 from workers.wire.request import EngineRequest, SamplingParams
 
 BLOCK, MAX_LEN = 4, 40
@@ -31,10 +31,10 @@ class PagedRunner:
         self.model = PagedModel(scheduler)
         self.launched: list[ScheduledBatch] = []
         self.admitted: list[str] = []
-        self.most_outstanding = self._outstanding = self.waits = 0
+        self.most_outstanding = self._outstanding = self.waits = self.late_draws = 0
         self._invalid = invalid
 
-    def launch(self, batch: ScheduledBatch, plan) -> Pending[StepOutput]:
+    def launch(self, batch: ScheduledBatch, plan, before_draws=None) -> Pending[StepOutput]:
         self.launched.append(batch)
         self._outstanding += 1
         self.most_outstanding = max(self.most_outstanding, self._outstanding)
@@ -42,9 +42,14 @@ class PagedRunner:
             assert seq in batch.seqs
             self.admitted.append(seq.request.request_id)
             seq.needs_last_token = seq.request.params.presence_penalty > 0
-        for seq in batch.seqs:
-            assert not (seq.num_pending and seq.needs_last_token)
         tokens = self.model.execute(batch)
+        assert (before_draws is not None) == any(
+            seq.num_pending and seq.needs_last_token for seq in batch.seqs
+        )
+        if before_draws is not None:
+            before_draws()
+            self.late_draws += 1
+            assert self._outstanding == 1, "the step before was not read"
         names = [batch.seqs[index].request.request_id for index in batch.logits_seqs]
         tokens = [-1 if name in self._invalid else t for name, t in zip(names, tokens, strict=True)]
 
@@ -262,11 +267,32 @@ def test_a_surplus_token_is_thrown_away():
     assert run.engine.stats.snapshot()["generation_tokens"] == len(expected)
 
 
-def test_who_needs_its_last_token_makes_the_rank_commit_first():
+def test_a_draw_that_needs_the_token_before_it_waits_behind_the_forward():
+    """No vote waits for it: the step before is read between the forward and the draws."""
+    run = Run(True)
+    run.engine._vote_transport = peer = BusyPeer()
+    run.submit("a", [1, 2, 3], presence_penalty=0.5)
+    run.submit("b", [3, 2, 1])
+    for _ in range(5):
+        before = run.runner.waits
+        run.engine._schedule()
+        assert run.runner.waits == before, "the vote waited for a step"
+        run.engine.step()
+    assert run.runner.late_draws == 4 and run.runner.most_outstanding == 2
+    peer.has_work = False
+    run.finish()
+    assert len(run.tokens["a"]) == len(run.tokens["b"]) == 6
+
+
+def test_a_failure_before_late_draws_is_voted(monkeypatch):
     run = Run(True)
     run.submit("a", [1, 2, 3], presence_penalty=0.5)
-    run.finish()
-    assert run.runner.most_outstanding == 1 and len(run.tokens["a"]) == 6
+    run.engine.step()
+    monkeypatch.setattr(run.scheduler, "commit", lambda *_: 1 / 0)
+    run.engine.step()
+    assert run.engine.failed
+    with pytest.raises(LockstepError, match="division by zero"):
+        run.engine.step()
 
 
 @pytest.mark.parametrize("steps", range(1, 6))

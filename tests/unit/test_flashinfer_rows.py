@@ -141,6 +141,28 @@ def test_rows_of_a_graph(seqs, form: GraphForm, number: float, specs) -> None:
     assert plans.slots.tolist() == [*range(batch.num_tokens), *[-1] * (MAX_ROWS - batch.num_tokens)]
 
 
+@pytest.mark.parametrize("specs", [(SPEC,), (SPEC, OTHER)])
+@pytest.mark.parametrize("seqs", [[(5, 1), (20, 4), (7, 2)], [(9, 4)] * 4, [(3, 1)] * 9, []])
+def test_rows_of_a_graph_of_drafts(seqs, specs) -> None:
+    """One kernel has the rows of all sequences, of which there may be more than in graphs of prompts."""
+    plans, batch, full = make_plans(*specs), make_batch(seqs), make_batch([(0, 1)] * MAX_ROWS)
+    assert plans.takes_drafts(MAX_ROWS) and not plans.takes_drafts(2**22)
+    for planned, spec in zip(plans.plan(full, MAX_ROWS, GraphForm.DRAFTS), specs, strict=True):
+        planned.run(new_rows(spec, MAX_ROWS), ("K", "V")).fill_(torch.nan)  # of a step before
+    small = plans.plan(make_batch([(8, 3)]), 4, GraphForm.DRAFTS)
+    kernels = [planned._kernel for planned in small]
+    for planned, spec in zip(plans.plan(batch, MAX_ROWS, GraphForm.DRAFTS), specs, strict=True):
+        out_THd = planned.run(new_rows(spec, MAX_ROWS), ("K", "V"))
+        assert out_THd.shape == (MAX_ROWS, spec.num_heads, spec.head_dim)
+        assert out_THd[:, 0, 0].tolist() == [2.0] * batch.num_tokens + [0.0] * (
+            MAX_ROWS - batch.num_tokens
+        )
+        assert len(planned._kernel.starts) == MAX_ROWS + 1
+        kernels.append(planned._kernel)
+    assert len({kernel.workspace.data_ptr() for kernel in kernels}) == 1
+    assert {kernel._max_total_num_rows for kernel in kernels} == {4, MAX_ROWS}
+
+
 def test_shapes_have_schedules_of_their_own() -> None:
     """A schedule is read at replay, after the plans of all shapes: it must not be overwritten by another shape's."""
     plans = make_plans(SPEC, OTHER)

@@ -4,12 +4,13 @@ import json
 import logging
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import zmq
 
 from workers.wire.inbox import Inbox, InboxSender
-from workers.wire.request import EngineRequest, SamplingParams
+from workers.wire.request import EngineRequest, ImageInput, SamplingParams
 from workers.wire.secure_socket import StreamAddress
 
 
@@ -63,6 +64,13 @@ def request(name: str, **params) -> EngineRequest:
     )
 
 
+# More bytes than ZeroMQ copies, and a few.
+IMAGES = tuple(
+    ImageInput(offset=place, num_tokens=1, grid_thw=(1, 2, 2), digest=b"\0\xff", pixels=pixels)
+    for place, pixels in enumerate((bytes(range(256)) * 4096, b"\n"))
+)
+
+
 def test_every_field_survives(inbox):
     sent = [
         request("plain"),
@@ -85,12 +93,13 @@ def test_every_field_survives(inbox):
             prompt_logprobs=2,
             grammar='{"grammars": []}',
         ),
+        replace(request("images"), images=IMAGES),
     ]
     engine, sender = Engine(), InboxSender(inbox.address, 3)
     for each in sent:
         sender.submit(each)
     inbox.deliver_to(engine, 3)  # what came before is not lost
-    assert engine.wait_for(2) and engine.delivered == sent
+    assert engine.wait_for(3) and engine.delivered == sent
     assert {hash(each) for each in engine.delivered[1].params.logit_bias}, "as it was: hashable"
     sender.close()
     sender.submit(sent[0])  # dropped without an error
@@ -200,6 +209,8 @@ def submission(**changes) -> list:
         (submission(params=vars(request("a").params) | {"bad_words_ids": [["a"]]}), True),
         (submission(request_id=7), False),
         (submission(color="red"), True),
+        (submission(images=[{"offset": 0}]), True),  # without pixels
+        (submission(images=7), True),
     ],
     ids=str,
 )

@@ -83,7 +83,7 @@ def test_an_fp8_cache_is_refused_by_backends_without_it(name: str) -> None:
     shape = replace(CPU, dtype=dtype, attention_specs=(replace(spec, fp8_cache=True),))
     reason = attention.unsupported_reason(shape)
     if attention.fp8_cache:
-        assert reason is None
+        assert reason is None or "latents of 512" in reason
     else:
         assert reason is not None and "cache.dtype is fp8" in reason
 

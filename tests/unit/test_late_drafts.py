@@ -135,7 +135,7 @@ def test_a_sequence_that_a_step_leaves_out_keeps_its_drafts() -> None:
     def put(own: list[int], drafts: list[list[int]], ends: list[int]) -> dict[int, Any]:
         count, nothing = len(own), np.zeros(len(own), dtype=np.int64)
         place = np.arange(count), nothing + 1, np.arange(count), nothing, nothing
-        rows = DraftRows(*place, np.array(own), np.array(ends))
+        rows = DraftRows(*place, np.array(own), np.array(ends), np.zeros_like(own))
         store.settle()
         return store.drafts_of(store.put(rows, torch.tensor(drafts), None), rows, nothing + 1)
 

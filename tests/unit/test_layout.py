@@ -30,6 +30,7 @@ ALLOWED = {
         "kernels/attention/flashinfer_fp8.py",
         "kernels/attention/flashinfer_mla.py",
         "kernels/attention/flashinfer_modules.py",
+        "kernels/linear_attention/flashinfer_delta.py",
     ),
     "triton": ("kernels/triton",),
 }
@@ -54,13 +55,17 @@ ORDER = {
     ),
     "workers": (
         ("hub.py", "parallel.py", "log.py", "section.py"),
-        ("lora_config.py",),
+        ("lora_config.py", "speculation_config.py"),
         ("config.py",),
         ("wire",),
         # Plain data: of models, and of steps.
         ("specs",),
         ("step",),
+        # Computes on a thread of its own what sequences wait for.
+        ("images",),
         ("weights",),
+        # Contents of the caches that move, then who owns the caches.
+        ("kv_transfer",),
         ("kv_cache",),
         ("sampling",),
         ("speculation",),

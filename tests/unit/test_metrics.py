@@ -77,6 +77,7 @@ def filled_metrics() -> IngressMetrics:
     metrics.observe_first_token(0.2)
     metrics.observe_inter_token(0.01)
     metrics.observe_end("stop")
+    metrics.observe_prompt("prefill")
     metrics.observe_finished(
         num_prompt_tokens=5, num_output_tokens=3, first_token_s=0.2, total_s=0.5
     )

@@ -10,11 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.commands.check_memory import rank_rows
+from cluster.config.load import load_config
+from cluster.config.resolve import resolve_rank_config
 from kernels.attention import mla
+from kernels.attention.fp8_latents import Fp8Latents
+from kernels.attention.fp8_pages import round_heads, widen
+from kernels.attention.latent_cache import Fp8LatentCache, LatentCache
 from kernels.attention.mla import MlaAttention, merge_partial, partial_attention
 from kernels.backends.select import BackendChoiceError
 from kernels.interface.attention_spec import AttentionSpec, MlaDims
-from kernels.interface.kv_layout import PagedLatents, group_layers, kv_block_bytes, layout_of
+from kernels.interface.kv_layout import (
+    PagedFp8Latents,
+    PagedLatents,
+    group_layers,
+    kv_block_bytes,
+    layout_of,
+)
 from tests.distributed.engine_harness import rank_config
 from tests.family_cases import family_checkpoint
 from tests.unit.test_kernels_attention import BATCHES, Pages, Seqs
@@ -47,17 +58,42 @@ class LatentRows:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
 
+        self.dtype, self._block_size = dtype, pages.block_size
         shape = layout_of(spec).shape(pages.num_blocks, pages.block_size)
-        self.cache = torch.full(shape, math.nan if pages.stale else 0.0, dtype=dtype)
+        self.cache = torch.zeros(shape, dtype=torch.uint8 if spec.fp8_cache else dtype)
+        if pages.stale:
+            self.cache.fill_(
+                255 if spec.fp8_cache else math.nan
+            )  # 255: not a number, times infinity
         self.latents = [random(sum(seq), self.dims.width) for seq in pages.seqs]
         new = []
         for rows, (context, _), slots in zip(self.latents, pages.seqs, pages.slots_of, strict=True):
-            self.cache.view(-1, self.dims.width)[slots[:context]] = rows[:context]
-            new.append(rows[context:])
+            new.append(rows[context:].clone())
+            rows.copy_(self.as_cached(rows))
+            self.view().store(rows[:context], slots[:context])
         self.new = torch.cat([*new, random(padding, self.dims.width)])
         self.q = random(len(self.new), spec.num_heads, spec.head_dim)
         up = (spec.num_heads, self.dims.nope_dim + self.dims.value_dim, self.dims.rank)
         self.kv_up = random(*up)
+
+    def view(self) -> LatentCache:
+        """The cache as torch's operators read and write it."""
+        if self.spec.fp8_cache:
+            return Fp8LatentCache(self.spec, self.cache, self._block_size)
+        return LatentCache(self.spec, self.cache)
+
+    def as_cached(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows as the cache holds them."""
+        if not self.spec.fp8_cache:
+            return rows
+        latents = widen(*round_heads(rows[:, None, : self.dims.rank]), self.dtype)[:, 0]
+        return torch.cat((latents, rows[:, self.dims.rank :].bfloat16().to(self.dtype)), -1)
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """The cached latents of these slots, [T, W]."""
+        blocks = slots // self._block_size
+        rows = self.view().read(blocks, self.dtype).unflatten(0, (len(slots), self._block_size))
+        return rows[torch.arange(len(slots)), slots % self._block_size]
 
     def dense(self, seq: int, q_MHd: torch.Tensor) -> torch.Tensor:
         """Attention of a sequence's last rows in float32, with heads of K and V."""
@@ -78,14 +114,17 @@ def check(
     padding: int = 0,
     block_size: int = 4,
     stale: bool = False,
+    fp8: bool = False,
 ) -> None:
     pages = Pages(seqs, [], block_size, dtype, padding, stale=stale)
-    layers = [LatentRows(pages, spec, dtype, padding) for spec in SPECS]
-    attention = MlaAttention(SPECS, block_size)
+    specs = [replace(spec, fp8_cache=fp8) for spec in SPECS]
+    layers = [LatentRows(pages, spec, dtype, padding) for spec in specs]
+    attention = MlaAttention(specs, block_size)
     attention.bind([layer.cache for layer in layers])
     attention.plan(pages.batch())
     # A CPU converts another dtype, a GPU reads it as the queries' own.
-    assert {g.mask_B11L.dtype for g in attention._decodes if g.mask_B11L is not None} <= {dtype}
+    masks = {g.mask_B11L.dtype for g in attention._decodes if g.mask_B11L is not None}
+    assert masks <= {torch.float32 if fp8 else dtype}
     tolerance = 2e-5 if dtype == torch.float32 else 8e-2
     for number, layer in enumerate(layers):
         out = attention.attend_latent(layer.q, layer.new, layer.kv_up, number)
@@ -97,8 +136,7 @@ def check(
             torch.testing.assert_close(out[rows].float(), expected, atol=tolerance, rtol=tolerance)
             start += new
         assert torch.count_nonzero(out[start:]) == 0
-        written = layer.cache.view(-1, layer.dims.width)[pages.slots]
-        assert torch.equal(written, layer.new[:start])
+        assert torch.equal(layer.read(pages.slots), layer.as_cached(layer.new[:start]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,9 +146,18 @@ def test_equals_dense_attention(label: str, dtype: torch.dtype) -> None:
         check(BATCHES[label], padding=padding, dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("label", BATCHES)
+def test_fp8_cache_equals_dense_attention_over_rounded_latents(
+    label: str, dtype: torch.dtype
+) -> None:
+    check(BATCHES[label], padding=3, dtype=dtype, fp8=True)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("label", ["decodes", "mixed", "very_different_lengths"])
-def test_what_a_request_left_in_a_block_does_not_matter(label: str) -> None:
-    check(BATCHES[label], stale=True)
+def test_what_a_request_left_in_a_block_does_not_matter(label: str, fp8: bool) -> None:
+    check(BATCHES[label], stale=True, fp8=fp8)
 
 
 @given(
@@ -148,6 +195,25 @@ def test_a_token_of_deepseek_v3_takes_1152_bytes_a_layer() -> None:
     assert kv_block_bytes(groups, 32, 2) == 61 * 32 * 1152
 
 
+def test_a_token_of_deepseek_v3_takes_641_bytes_a_layer_in_fp8() -> None:
+    groups = group_layers([layout_of(replace(DEEPSEEK_V3, fp8_cache=True))] * 61)
+    assert [group.layout for group in groups] == [PagedFp8Latents(512, 64)]
+    assert kv_block_bytes(groups, 32, 2) == kv_block_bytes(groups, 32, 4) == 61 * 32 * 641
+
+
+def test_the_views_of_an_fp8_cache_share_no_byte_and_leave_none() -> None:
+    spec = replace(SPECS[0], fp8_cache=True)
+    cache = torch.zeros(layout_of(spec).shape(3, 16), dtype=torch.uint8)
+    assert spec.mla is not None
+    latents = Fp8Latents(cache, spec.mla, 16)
+    assert [tuple(it.shape) for it in latents.tensors] == [(3, 16, 12), (3, 16, 4), (3, 16)]
+    for number, tensor in enumerate(latents.tensors):
+        assert tensor.is_contiguous()
+        tensor.view(torch.uint8).add_(number + 1)
+    counts = torch.bincount(cache.long()).tolist()
+    assert counts == [0, *(tensor.nbytes for tensor in latents.tensors)]
+
+
 @pytest.mark.parametrize(
     ("shape", "absent", "name"),
     [
@@ -169,17 +235,47 @@ def test_select_takes_latent_attention_for_latents_alone(shape, absent, name: st
             choose(latents, absent, attention=other)
 
 
+@pytest.mark.parametrize(
+    ("shape", "absent", "name"),
+    [
+        (CPU, {}, "mla"),
+        (CUDA, {}, "flashinfer_mla_fp8"),
+        (CUDA, {"attention.flashinfer_mla_fp8": "it needs a Hopper GPU"}, "mla"),
+    ],
+)
+def test_select_takes_what_reads_latents_in_fp8(shape, absent, name: str) -> None:
+    latents = replace(shape, attention_specs=(replace(DEEPSEEK_V3, fp8_cache=True),))
+    assert choose(latents, absent).attention.name == name
+    with pytest.raises(BackendChoiceError, match=r"cache\.dtype is fp8"):
+        choose(replace(latents, device="cuda"), attention="flashinfer_mla")
+    wide = replace(shape, device="cuda", attention_specs=(DEEPSEEK_V3,))
+    with pytest.raises(BackendChoiceError, match=r"cache\.dtype is not fp8"):
+        choose(wide, attention="flashinfer_mla_fp8")
+
+
 def test_a_gpu_refuses_latents_with_the_reason() -> None:
     with pytest.raises(BackendChoiceError, match=r"no latent attention.*latents of 576 values"):
         choose(CUDA, attention="flashinfer", attention_specs=(DEEPSEEK_V3,))
 
 
-def test_check_estimates_the_cache_that_a_rank_allocates(tmp_path: Path) -> None:
+def test_latents_in_fp8_take_fewer_bytes_of_a_cpu(tmp_path: Path) -> None:
+    folder = family_checkpoint(tmp_path, "deepseek_v3", "untied")
+    path = tmp_path / "phalanx.yaml"
+    path.write_text(f"model: {{path: {folder}}}")
+    options = ["cluster.device=cpu", "cache.cpu_memory_gib=0.5", "cache.dtype=fp8"]
+    resolved = resolve_rank_config(load_config(path, options))
+    layers = load_model_config(folder).num_layers
+    # a latent of 32 values and its scale, and a key of 8 values in bfloat16
+    assert resolved.cache.num_blocks == 2**29 // (layers * 16 * (32 + 1 + 2 * 8))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_check_estimates_the_cache_that_a_rank_allocates(tmp_path: Path, fp8: bool) -> None:
     config = rank_config(
         family_checkpoint(tmp_path, "deepseek_v3", "untied"),
         1,
         model={"weights": "dummy", "max_model_len": 64},
-        cache={"num_blocks": 24},
+        cache={"num_blocks": 24, "dtype": "fp8" if fp8 else "auto"},
     )
     model = load_model_config(config.model.folder)
     process = RankProcess(0, config)
@@ -188,14 +284,13 @@ def test_check_estimates_the_cache_that_a_rank_allocates(tmp_path: Path) -> None
         epoch.load()
         info = epoch.start_engine(lambda *_: None, lambda _: None)
         caches = process.caches.kv_caches
-        width = 32 + 8  # kv_lora_rank and qk_rope_head_dim
-        assert [tuple(cache.shape) for cache in caches] == [(24, 16, width)] * model.num_layers
+        token_bytes = 32 + 1 + 2 * 8 if fp8 else 4 * (32 + 8)  # kv_lora_rank, qk_rope_head_dim
         shape = backend_shape(config, model)
         (row,) = rank_rows(
             config, model, process.selection, shape, num_ubatches=0, graphs=GraphSizes()
         )
         assert row.kv_bytes == info.memory_bytes["kv_cache"] == sum(c.nbytes for c in caches)
-        assert row.kv_bytes == 24 * 16 * width * 4 * model.num_layers
+        assert row.kv_bytes == 24 * 16 * token_bytes * model.num_layers
         epoch.close()
     finally:
         process.close()

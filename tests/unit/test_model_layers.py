@@ -9,7 +9,8 @@ from workers.layers.linear import DenseLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.rope import apply_rope, build_rope_table
 from workers.layers.router import route_tokens
-from workers.specs.model import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RopeSpec, RouterSpec
+from workers.specs.model import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RouterSpec
+from workers.specs.rope import RopeSpec
 from workers.weights.slots import WeightSlot
 
 torch.set_num_threads(1)

@@ -32,6 +32,7 @@ class FakeEngine:
         FakeEngine.started.append(config)
         self.console = console
         settings = ApiSettings(pooling=FakeEngine.pooling)
+        self.client = FakeEngine.backend
         self.dispatcher = Dispatcher(FakeEngine.backend, tiny_tokenizer(), settings)
         self.concurrency = 3
         self.closed = 0
@@ -135,6 +136,22 @@ def test_a_defect_is_an_error_and_loses_no_other_prompt(make_llm) -> None:
     answers = make_llm(backend).generate(["a", "bb"], max_tokens=1)
     assert type(answers[0].error) is ServingError and "ZeroDivisionError" in str(answers[0].error)
     assert answers[1].error is None
+
+
+def test_an_adapter_is_loaded_once_and_becomes_the_model(make_llm, tmp_path: Path) -> None:
+    backend = FakeBackend()
+    llm, folder = make_llm(backend), tmp_path / "fr"
+    folder.mkdir()
+    backend.adapters["legal"] = "owner/legal"
+    for _ in range(2):
+        assert llm.generate("a", max_tokens=2, adapter=folder)[0].body["model"] == str(folder)
+    assert backend.adapters == {"legal": "owner/legal", str(folder): str(folder)}
+    (answer,) = llm.chat([{"role": "user", "content": "hi"}], adapter="legal")
+    assert answer.body["model"] == "legal"
+    assert llm.generate("a", max_tokens=2)[0].body["model"] not in backend.adapters
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("a", adapter="other")
 
 
 def test_a_misspelt_field_is_refused(make_llm) -> None:

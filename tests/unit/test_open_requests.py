@@ -7,8 +7,9 @@ import pytest
 
 from kernels.pending import Pending
 from tests.unit.schedulers import make_scheduler
-from workers.engine.engine import LOAD_INTERVAL_STEPS, Engine
+from workers.engine.engine import Engine
 from workers.engine.open_requests import OpenRequests
+from workers.engine.outbox import LOAD_INTERVAL_STEPS
 from workers.step.step_output import StepOutput
 from workers.step.step_sync import PlanConfig
 from workers.wire.request import MAX_EXPECTED_OUTPUT, EngineRequest, SamplingParams

@@ -143,7 +143,7 @@ def test_a_drain_of_one_group_ends_it_after_its_requests() -> None:
                 await answer(now, B, f"n{number}", 0, finish=True)
             await answer(now, B, "y", 1, finish=True)
             await asyncio.gather(lives, *new)
-            with pytest.raises(BadRequestError, match="no other group serves than 'b'"):
+            with pytest.raises(BadRequestError, match="no other group answers than 'b'"):
                 await now.client.drain(60.0, "b")
 
     run(scenario())

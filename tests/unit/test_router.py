@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.client.router import CHUNK, LEAD
+from cluster.client.router import CHUNK
+from cluster.config.serve_section import PREFIX_LEAD as LEAD
 from tests.unit.numbered_router import Router
 
 ROOM = 1_000_000  # tokens: nothing is forgotten

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.distributed.engine_harness import make_request
-from workers.config import SpeculationConfig
 from workers.speculation.depth import Acceptance, choose_depths
 from workers.speculation.ngram import NGRAM, NGramDrafter
 from workers.speculation.speculator import (
@@ -14,6 +13,7 @@ from workers.speculation.speculator import (
     make_speculator,
 )
 from workers.speculation.step_times import DraftCosts, StepSize, StepTimes
+from workers.speculation_config import SpeculationConfig
 from workers.step.sequence import Sequence
 
 
@@ -72,11 +72,11 @@ def test_the_last_place_of_the_last_tokens_is_followed(prompt, prediction, outpu
     given = prompt + prediction
     right = 0
     expected = places(given, prompt, output)
-    drafter.committed(seq)
+    drafter.committed(seq, (0, 0))
     for count, place in enumerate(expected, 1):
         guessed = drafter.propose(seq, 1)
         seq.token_ids = prompt + output[:count]
-        guesses = drafter.committed(seq)
+        guesses = drafter.committed(seq, (0, 0))
         assert sum(guesses) == len(guessed)
         right += guesses.right
         drafts = drafter.propose(seq, most)
@@ -87,9 +87,9 @@ def test_the_last_place_of_the_last_tokens_is_followed(prompt, prediction, outpu
         period = len(text) - place
         assert list(drafts) == [text[place + i % period] for i in range(most)]
     at_once = sequence(prompt, tuple(prediction), output)
-    NGramDrafter().committed(at_once)
+    NGramDrafter().committed(at_once, (0, 0))
     fresh = NGramDrafter()
-    fresh.committed(at_once)
+    fresh.committed(at_once, (0, 0))
     assert fresh.propose(at_once, most) == drafter.propose(seq, most)
 
 
@@ -97,7 +97,7 @@ def test_a_prediction_is_followed_from_the_first_token_of_the_output():
     prediction = tuple(range(50, 80))
     seq = sequence([1, 2, 3], prediction, [50])
     drafter = NGramDrafter()
-    drafter.committed(seq)
+    drafter.committed(seq, (0, 0))
     assert drafter.propose(seq, 4) == (51, 52, 53, 54)
     drafter.forget(seq)
     assert drafter.propose(seq, 4) == ()
@@ -173,6 +173,7 @@ def test_a_step_that_once_was_slow_is_tried_again():
     drafts = speculator()
     seq = sequence([1], output=[4] * 40)
     drafts.committed(seq)
+    drafts.settle()
     drafts.observe(size(1, 0), 1.0)
     for _ in range(5):
         drafts.observe(size(5, 4), 20.0)
@@ -180,6 +181,7 @@ def test_a_step_that_once_was_slow_is_tried_again():
     for _ in range(2000):
         seq.token_ids.append(4)
         drafts.committed(seq)
+        drafts.settle()
         if found := list(drafts.drafts([seq], 1, 8)):
             taken += 1
             drafts.observe(size(1 + len(found[0][1]), len(found[0][1])), 1.5)
@@ -201,6 +203,7 @@ def test_drafts_end_when_guesses_are_wrong_and_begin_when_they_are_right_again()
         drafts.observe(size(1 + count, count), 1.0 + 0.3 * (count > 0) + 0.1 * count)
     seq = sequence([0])
     drafts.committed(seq)
+    drafts.settle()
     chance = np.random.default_rng(0)
 
     def run(tokens) -> list[bool]:
@@ -208,6 +211,7 @@ def test_drafts_end_when_guesses_are_wrong_and_begin_when_they_are_right_again()
         for token in tokens:
             seq.token_ids.append(int(token))
             drafts.committed(seq)
+            drafts.settle()
             found = list(drafts.drafts([seq], 1, 8))
             count = len(found[0][1]) if found else 0
             drafts.observe(size(1 + count, count), 1.0 + 0.3 * (count > 0) + 0.1 * count)
@@ -227,12 +231,15 @@ def test_a_sequence_waits_for_its_token_only_while_drafts_pay():
     for count, seconds in ((0, 1.0), (1, 1.9)) * 50:
         drafts.observe(size(1 + count, count), seconds)
     drafts.committed(seq)
+    drafts.settle()
     list(drafts.drafts([], 1, 8))
     assert not drafts._drafter.propose(seq, 0) and drafts._drafter.has_drafts(seq)
     drafts.committed(seq)
+    drafts.settle()
     assert not seq.speculates  # half of the guesses are expected to be right, a row costs 0.9 steps
     seq.token_ids += [9] * 60
     drafts.committed(seq)
+    drafts.settle()
     assert seq.speculates
 
 
@@ -241,6 +248,7 @@ def test_without_adaptation_each_sequence_drafts_while_the_budget_lasts():
     seqs = [sequence([1], output=[4] * 9) for _ in range(3)]
     for seq in seqs:
         drafts.committed(seq)
+        drafts.settle()
     found = list(drafts.drafts(seqs, 3, 5))
     assert [tokens for _, tokens in found] == [(4, 4, 4), (4, 4)]
     assert make_speculator(SpeculationConfig()) is None

@@ -5,7 +5,8 @@ parameter that holds all experts, A [E * r, K] with the ranks of an expert side 
 experts of a rank side by side; gate and up are one parameter then. Older versions of PEFT take the rows of such a
 parameter for inputs, so that A and B change places. Needs the weight map alone.
 
-E experts of the model, e local experts, P parts, r the largest rank, N outputs and K inputs of a product.
+E experts of the model, e of them with adapters on this rank, P parts, r the largest rank, N outputs and K inputs of a
+product.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,9 +49,9 @@ class ExpertProduct:
 
 @dataclass(frozen=True)
 class ExpertFill:
-    """One part of one local expert, and where its matrices are in the tensors of a pair.
+    """One part of one expert, and where its matrices are in the tensors of a pair.
 
-    place     the local expert
+    place     of the expert among those with adapters on this rank
     expert    in fused tensors of `num_experts` experts; -1: the pair is this expert's alone
     outputs   rows of B
     swapped   A and B have changed places
@@ -89,7 +90,7 @@ class _Layer:
 class ExpertLayout:
     """The experts of all layers on one rank; `size` values of a slot, from `start` on.
 
-    experts   of this rank, in their order; num_experts   of the model
+    experts   with adapters on this rank, in their order; num_experts   of the model
     """
 
     experts: Sequence[int]

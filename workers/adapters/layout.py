@@ -204,9 +204,18 @@ def slots_bytes(model: ModelConfig, ranks: RankConfig, rank: int) -> int:
         return 0
     dtype = ranks.model.dtype
     assert dtype != "auto", "a RankConfig has the checkpoint's dtype in its place"
-    experts = ranks.dims.expert_map(model.num_experts).experts_of(rank)
-    layout = AdapterLayout.of(model, ranks.lora, experts)
+    layout = AdapterLayout.of(model, ranks.lora, adapter_experts(model, ranks, rank))
     return ranks.lora.max_loras * layout.size * DTYPE_BYTES[dtype]
+
+
+def adapter_experts(model: ModelConfig, ranks: RankConfig, rank: int) -> Sequence[int]:
+    """Return the experts of which a rank holds the adapters: its own, or all where a map says which are its own.
+
+    So adapters stay where they are while experts move.
+    """
+    if ranks.experts.mapped:
+        return range(model.num_experts)
+    return ranks.dims.expert_map(model.num_experts).experts_of(rank)
 
 
 def module_of(entry: WeightEntry) -> str:

@@ -3,7 +3,7 @@
 One copy brings an adapter into a slot. The products of the model read the slots through views. Knows nothing of
 requests and of names.
 
-S slots, e experts of the rank, P parts, r the largest rank, N outputs and K inputs of a product.
+S slots, e experts with adapters on this rank, P parts, r the largest rank, N outputs and K inputs of a product.
 """
 
 import torch
@@ -52,8 +52,8 @@ class AdapterPools:
             linear.lora = LoraWeights(a_SQK, b_SNr, product.blocks)
         of_blocks: dict[str, list[ExpertLora]] = {}
         for routed in self.layout.experts.products:
-            a_SeQK, b_SeNr = self._expert_views(self.pool, routed)
-            adapters = ExpertLora.of(a_SeQK, b_SeNr, routed.blocks)
+            places_e = parameter_of(model, routed.block).adapter_places(routed.num_experts)
+            adapters = ExpertLora(*self._expert_views(self.pool, routed), routed.blocks, places_e)
             of_blocks.setdefault(routed.block, []).append(adapters)
         for path, (up, down) in of_blocks.items():
             parameter_of(model, path).lora = ExpertAdapters(up, down)

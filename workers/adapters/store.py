@@ -5,7 +5,9 @@ sequence needs it. Knows nothing of requests.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +31,10 @@ class AdapterStore:
     def __init__(self, pools: AdapterPools):
         self.pools = pools
         self.errors: Mapping[int, str] = {}
+        self._wanted: set[int] = set()
         self._staged: dict[int, torch.Tensor] = {}
         self._digests: dict[int, str] = {}
+        self._changing = threading.Lock()
 
     def __contains__(self, adapter: int) -> bool:
         return adapter in self._staged
@@ -38,20 +42,33 @@ class AdapterStore:
     def __len__(self) -> int:
         return len(self._staged)
 
-    def stage(self, adapter: LoadedAdapter) -> str:
-        """Read an adapter into host memory; return the digest of its files. Raises AdapterError and HubError."""
-        if adapter.id not in self._staged:
-            hub.fetch_adapter(adapter.path, adapter.revision)
-            folder = PeftFolder.read(adapter.folder)
-            staged = self.pools.stage(folder)
-            self._digests[adapter.id] = folder.digest
-            self._staged[adapter.id] = staged
-        return self._digests[adapter.id]
+    def begin(self, adapter: LoadedAdapter) -> Callable[[], str]:
+        """Return a call that reads an adapter into host memory, for any thread, and returns the digest of its files.
+
+        It keeps nothing if `drop` comes before its end, because another rank may fail while this one reads. Raises
+        AdapterError and HubError.
+        """
+        self._wanted.add(adapter.id)
+        return partial(self._stage, adapter)
+
+    def _stage(self, adapter: LoadedAdapter) -> str:
+        if adapter.id in self._staged:
+            return self._digests[adapter.id]
+        hub.fetch_adapter(adapter.path, adapter.revision)
+        folder = PeftFolder.read(adapter.folder)
+        staged = self.pools.stage(folder)
+        with self._changing:
+            if adapter.id in self._wanted:
+                self._digests[adapter.id] = folder.digest
+                self._staged[adapter.id] = staged
+        return folder.digest
 
     def drop(self, adapter: int) -> None:
         """Free the host memory of an adapter; ids that are not there are ignored."""
-        self._staged.pop(adapter, None)
-        self._digests.pop(adapter, None)
+        with self._changing:
+            self._wanted.discard(adapter)
+            self._staged.pop(adapter, None)
+            self._digests.pop(adapter, None)
 
     def agree(self, adapters: Collection[LoadedAdapter], gather: Gather | None) -> None:
         """Hold these adapters and no others, as far as every rank can read them from equal files. Collective.
@@ -59,12 +76,12 @@ class AdapterStore:
         What a rank cannot read, for example because its folder is gone, is in no rank and in `errors`.
         gather   returns a value of every rank; None: there are no other ranks
         """
-        for gone in self._staged.keys() - {it.id for it in adapters}:
+        for gone in self._wanted - {it.id for it in adapters}:
             self.drop(gone)
         own: dict[str, tuple[str, str]] = {}
         for adapter in adapters:
             try:
-                own[str(adapter.id)] = self.stage(adapter), ""
+                own[str(adapter.id)] = self.begin(adapter)(), ""
             except (AdapterError, hub.HubError) as error:
                 own[str(adapter.id)] = "", str(error)
         of_ranks = [own] if gather is None else gather(own)

@@ -11,7 +11,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from workers.engine.messages import Abort, AbortIngress, CompiledRequest, Message, Refusal
+from workers.engine.messages import (
+    Abort,
+    AbortIngress,
+    CompiledRequest,
+    ImagesReady,
+    Message,
+    Refusal,
+)
 from workers.engine.open_requests import OpenRequests
 from workers.sampling.grammar_compiler import Compiled, GrammarCompiler
 from workers.scheduler.scheduler import Scheduler
@@ -48,6 +55,8 @@ class Arrivals:
         self._timer = timer
         self._grammars = grammars
         self._publish, self._answer, self._enqueue = publish, answer, enqueue
+        if scheduler.images is not None:
+            scheduler.images.notify = lambda request_id: enqueue(ImagesReady(request_id))
         self._held: deque[EngineRequest] = deque()
         self._compiling: dict[str, Future[None]] = {}  # by the id of the request
         self._on_trial = ""  # the last request on trial; its trial lasts while it is fresh
@@ -60,6 +69,8 @@ class Arrivals:
                 self._held.append(message)
             elif isinstance(message, CompiledRequest):
                 self._add(message.request, message.grammar)
+            elif isinstance(message, ImagesReady):
+                self._queue(message.request_id)
             elif isinstance(message, Refusal):
                 self._refuse(message.request_id, message.ingress_id, message.error)
             elif isinstance(message, Abort):
@@ -118,12 +129,24 @@ class Arrivals:
         self._compiling.pop(request.request_id, None)
         if not self.open_requests.is_open(request):
             return
+        if request.images and not request.on_trial:  # the vision tower begins before the first step
+            self._publish(request.ingress_id, [RequestOutput(request.request_id, [])])
         error = grammar if isinstance(grammar, str) else self._scheduler.add(request, grammar)
         if error is not None:
-            self.open_requests.remove(request.request_id)
-            self.fresh.discard(request.request_id)
-            self._timer.forget(request.request_id)
-            self._refuse(request.request_id, request.ingress_id, error)
+            self._end(request.request_id, error)
+
+    def _queue(self, request_id: str) -> None:
+        """Schedule a request with embeddings that have come, or end it if they never will."""
+        error = self._scheduler.images_ready(request_id)
+        if error is not None:
+            self._end(request_id, error)
+
+    def _end(self, request_id: str, error: str) -> None:
+        """Answer an open request that the scheduler does not have with an error."""
+        ingress_id = self.open_requests.remove(request_id)
+        self.fresh.discard(request_id)
+        self._timer.forget(request_id)
+        self._refuse(request_id, ingress_id, error)
 
     def _refuse(self, request_id: str, ingress_id: str, error: str) -> None:
         self._answer(ingress_id, RequestOutput(request_id, [], "error", error))

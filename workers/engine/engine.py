@@ -10,16 +10,18 @@ leave through `publish`, wakes through `wake_peers`.
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from kernels.host.owned import start_thread
 from kernels.pending import Pending
 from workers.engine.arrivals import Arrivals
 from workers.engine.expert_moves import ExpertMoves
+from workers.engine.in_flight import InFlightStep
 from workers.engine.messages import Abort, AbortIngress, Message, Refusal
+from workers.engine.outbox import Outbox, Publish
 from workers.overlap.policy import OverlapPolicy, never
 from workers.runner.draft_passes import draft_vote, enter_plan
 from workers.runner.graph_sizes import GraphSizes
@@ -46,21 +48,8 @@ from workers.step.step_sync import (
 )
 from workers.wire.request import EngineRequest, RequestOutput
 
-Publish = Callable[[str, list[RequestOutput]], None]
 UNHEALTHY = 1
-LOAD_INTERVAL_STEPS = 16  # steps
 REPEAT_WAKE_S = 0.5
-
-
-@dataclass(frozen=True)
-class InFlightStep:
-    """A step that is launched and not committed. prefill_cap: cap of its prompt tokens, 0 = no rank decodes in it."""
-
-    batch: ScheduledBatch
-    plan: StepPlan
-    output: Pending[StepOutput]
-    times: HostTimes
-    prefill_cap: int
 
 
 class Engine:
@@ -99,7 +88,6 @@ class Engine:
         self._vote_transport = vote_transport
         self._plan_config = plan_config
         self._epoch = epoch
-        self._publish = publish
         self._wake_peers = wake_peers
         self._graph_sizes = graph_sizes or GraphSizes()
         self._prefill_cap = prefill_cap
@@ -109,18 +97,18 @@ class Engine:
         self._max_in_flight = int(asynchronous)
         self._overlap = overlap or never("this engine has none")
         self._in_flight: deque[InFlightStep] = deque()
-        self._committed: list[tuple[InFlightStep, StepOutput, int]] = []
+        self._committed: list[tuple[InFlightStep, StepOutput, list[RequestOutput]]] = []
         self._commit_s = 0.0  # of this step
-        self._outputs: defaultdict[str, list[RequestOutput]] = defaultdict(list)  # by ingress
         self._arrivals = Arrivals(
             scheduler,
             self.stats.requests,
             grammars,
             publish=publish,
-            answer=lambda ingress_id, output: self._outputs[ingress_id].append(output),
+            answer=lambda ingress_id, output: self._outbox.add(ingress_id, output),
             enqueue=self._enqueue,
         )
         self.open_requests = self._arrivals.open_requests
+        self._outbox = Outbox(self.open_requests, self.stats.requests, publish)
         self._step = 0
         self._vote_in_progress: int | None = None  # its number
         self._asleep = False
@@ -211,15 +199,13 @@ class Engine:
         schedule_s = scheduled - started - self._commit_s
         plan = self._vote(batch)
         self.moves.act(plan)
-        if self.scheduler.adapters is not None:
-            self.scheduler.adapters.follow(plan)
+        self.scheduler.follow(plan)
         voted = time.perf_counter()
         if plan.run:
             assert batch is not None, "a rank without a batch votes unhealthy"
             self.stats.before_step(batch, plan)
             enter_plan(self.scheduler.speculator, batch, plan)
-            output = self.runner.launch(batch, plan)
-            self.scheduler.launched(batch)
+            output = self._launch(batch, plan)
             times = HostTimes(schedule_s, voted - scheduled)
             self._in_flight.append(InFlightStep(batch, plan, output, times, self._next_cap))
         else:
@@ -233,6 +219,27 @@ class Engine:
         except Exception as error:
             self.fail(error)
         return plan
+
+    def _launch(self, batch: ScheduledBatch, plan: StepPlan) -> Pending[StepOutput]:
+        """Launch a step and enter it in the scheduler.
+
+        A draw that needs the token before it waits behind the forward, not before the vote, where all ranks would wait.
+        """
+        if batch.draws_late:
+            return self.runner.launch(batch, plan, partial(self._commit_before_draws, batch))
+        output = self.runner.launch(batch, plan)
+        self.scheduler.launched(batch)
+        return output
+
+    def _commit_before_draws(self, batch: ScheduledBatch) -> None:
+        """Enter the launch of a forward, and commit the steps before it."""
+        self.scheduler.launched(batch)
+        try:
+            self._commit(0)
+        except AbortedError:
+            raise
+        except Exception as error:
+            self.fail(error)
 
     def _prepare(self) -> ScheduledBatch | None:
         """Drain the inbox and schedule; None after a failure, which is then voted."""
@@ -319,41 +326,33 @@ class Engine:
             self._in_flight.popleft()
             self._note_gap(launched)
             committed = self.scheduler.commit(launched.batch, output)
-            generated = self.stats.requests.num_tokens(committed)
             if self._arrivals.fresh:
                 self._arrivals.served(committed)
-            for entry in self.stats.requests.committed(committed):
-                ended = entry.finish_reason is not None
-                find = self.open_requests.remove if ended else self.open_requests.ingress_of
-                self._outputs[find(entry.request_id)].append(entry)
-            self._committed.append((launched, output, generated))
+            self._committed.append((launched, output, committed))
         self._commit_s += time.perf_counter() - started
 
     def _publish_and_record(self) -> None:
-        """Publish the outputs since the last call, and count the steps that were committed."""
-        started, outputs = time.perf_counter(), self._outputs
-        self._outputs = defaultdict(list)
-        for ingress_id, messages in outputs.items():
-            self._publish(ingress_id, messages)
-        if self._step % LOAD_INTERVAL_STEPS == 0:
-            self._publish_load()
+        """Publish the outputs since the last call, and count the steps that were committed.
+
+        A device may wait for the next launch, so what that does not need is done here.
+        """
+        started = time.perf_counter()
+        if self.scheduler.speculator is not None:
+            self.scheduler.speculator.settle()
+        generated = [self._outbox.collect(committed) for *_, committed in self._committed]
+        self._outbox.send(self._step)
         spent = time.perf_counter() - started
-        for launched, output, generated in self._committed:
+        for (launched, output, _), num_tokens in zip(self._committed, generated, strict=True):
             self.stats.record_step(
                 self.scheduler,
                 launched.batch,
                 launched.plan,
                 launched.times,
                 output,
-                generated=generated,
+                generated=num_tokens,
                 publish=spent / len(self._committed),
             )
         self._committed.clear()
-
-    def _publish_load(self) -> None:
-        """Publish this rank's load to ingresses with another load in their last message."""
-        for ingress_id in self.open_requests.stale_ingresses():
-            self._publish(ingress_id, [])
 
     def _enqueue(self, message: Message) -> None:
         with self._changed:
@@ -364,7 +363,7 @@ class Engine:
         """Wait for a reason to vote again, then wake the peers unless a peer was the reason."""
         try:
             self.stats.record_idle(self.scheduler)
-            self._publish_load()
+            self._outbox.send_load()
             self.scheduler.check_integrity()
         except Exception as error:
             self.fail(error)
@@ -374,15 +373,19 @@ class Engine:
             self._asleep = False
             woken_by_peer = self._woken_by_peer()
         if not woken_by_peer:
-            self._try_to_wake_peers(self._step)
+            try:
+                self._wake_peers(self._step)
+            except Exception as error:
+                self.fail(error)
 
     def _woken_by_peer(self) -> bool:
         return self._awaited_step >= self._step
 
     def _must_vote(self) -> bool:
-        """Whether a sleeping rank has a reason to vote."""
-        failed = self._failure is not None
-        return self._woken_by_peer() or self._stopping or failed or bool(self._inbox)
+        """Whether a sleeping rank has a reason to vote, such as a sequence that has waited for KV."""
+        self.scheduler.settle(idle=True)
+        told = self._stopping or self._failure is not None or bool(self._inbox)
+        return told or self.scheduler.has_work or self._woken_by_peer()
 
     def _repeat_wakes(self) -> None:
         """Wake the peers again while this rank waits in one vote, because a wake is lost with its connection."""
@@ -392,9 +395,3 @@ class Engine:
             if step is not None and step == seen:
                 self._wake_peers(step)
             seen = step
-
-    def _try_to_wake_peers(self, step: int) -> None:
-        try:
-            self._wake_peers(step)
-        except Exception as error:
-            self.fail(error)

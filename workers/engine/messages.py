@@ -15,6 +15,13 @@ class CompiledRequest:
 
 
 @dataclass(frozen=True)
+class ImagesReady:
+    """The embeddings of a request's images are there, or never will be."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
 class Refusal:
     """A request that is answered with an error."""
 
@@ -37,4 +44,4 @@ class AbortIngress:
     ingress_id: str
 
 
-Message = EngineRequest | CompiledRequest | Refusal | Abort | AbortIngress
+Message = EngineRequest | CompiledRequest | ImagesReady | Refusal | Abort | AbortIngress

@@ -4,14 +4,15 @@ Both kinds take the blocks of one pool, because their layers share caches (see k
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Container, Iterable, Set
+from collections.abc import Sequence as Places
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from workers.kv_cache.block_pool import BlockPool
-from workers.kv_cache.group import CacheGroup, Prefix
+from workers.kv_cache.group import CacheGroup, Filled, Prefix
 from workers.kv_cache.shared_prefixes import PrefixGroups
 from workers.step.sequence import Sequence
 
@@ -31,13 +32,11 @@ class HeldBlocks:
 class FullGroup(CacheGroup):
     """Layers over all tokens. A sequence starts with the blocks of all its tokens, so that its prompt can finish.
 
-    held      the blocks of each running sequence
-    table     int64 [rows, max_blocks]: the same by row; entries that a sequence does not hold may be any
-    suffix    of the keys of this kind, so that each kind has keys of its own
+    held    the blocks of each running sequence
+    table   int64 [rows, max_blocks]: the same by row; entries that a sequence does not hold may be any
     """
 
     batch_fields = ("block_table", "slot_mapping")
-    suffix: ClassVar[bytes] = b""
 
     def __init__(self, pool: BlockPool, block_size: int, num_rows: int, max_blocks: int):
         self._pool = pool
@@ -64,6 +63,41 @@ class FullGroup(CacheGroup):
     def find(self, keys: list[bytes]) -> tuple[int, list[int]]:
         found = self._pool.find(keys)
         return len(found), found
+
+    def longest(self, keys: list[bytes], also: Container[bytes]) -> int:
+        for count, key in enumerate(keys):
+            if not self._is_there(key, also):
+                return count
+        return len(keys)
+
+    def _is_there(self, key: bytes, also: Container[bytes]) -> bool:
+        name = key + self.suffix
+        return name in self._pool or name in also
+
+    def needed(self, count: int) -> range:
+        return range(count)
+
+    def hold(self, key: bytes) -> int | None:
+        found = self._pool.find((key + self.suffix,))
+        self._pool.share(found)
+        return found[0] if found else None
+
+    def hold_place(self, place: int) -> None:
+        self._pool.share([place])
+
+    def take(self) -> int | None:
+        return self._pool.allocate(1)[0] if self._pool.num_free else None
+
+    def enter(self, key: bytes, place: int) -> None:
+        self._pool.register(place, key + self.suffix)
+
+    def let_go(self, places: Places[int]) -> None:
+        self._pool.release(list(places))
+
+    def filled(self, seq: Sequence, first: int, end: int) -> Iterable[Filled]:
+        held = self.held[seq]
+        for number in range(max(first, held.first), end):
+            yield Filled.of(self, seq, number, held.ids[number - held.first])
 
     def allocate(self, seq: Sequence, prefix: Prefix, shared: list[int], num_new: int) -> None:
         self._hold(seq, shared, seq.num_tokens)
@@ -98,12 +132,15 @@ class FullGroup(CacheGroup):
     def forget(self, keys: Iterable[bytes]) -> None:
         self._pool.forget(key + self.suffix for key in keys)
 
-    def check_integrity(self, running: Set[Sequence], owners: Counter[int]) -> None:
+    def check_integrity(
+        self, running: Set[Sequence], owners: Counter[int], held: Iterable[int] = ()
+    ) -> None:
+        owners.update(held)
         ids = sorted(seq.request.request_id for seq in self.held.keys() ^ running)
         counts = f"{len(self.held)} sequences, {len(running)} are running"
         assert not ids, f"{type(self).__name__} has {counts}; not in both: {', '.join(ids)}"
-        for held in self.held.values():
-            owners.update(held.ids)
+        for of_seq in self.held.values():
+            owners.update(of_seq.ids)
 
 
 class WindowGroup(FullGroup):
@@ -127,6 +164,22 @@ class WindowGroup(FullGroup):
             if not there:
                 count, found = index, []
         return count, found[::-1]
+
+    def longest(self, keys: list[bytes], also: Container[bytes]) -> int:
+        count = index = len(keys)
+        while index > self._first_block(count * self._block_size):
+            index -= 1
+            if not self._is_there(keys[index], also):
+                count = index
+        return count
+
+    def needed(self, count: int) -> range:
+        return range(self._first_block(count * self._block_size), count)
+
+    def filled(self, seq: Sequence, first: int, end: int) -> Iterable[Filled]:
+        """Leave out what only windows within the prompt touch: the next turn of a session starts behind the prompt."""
+        whole = (seq.num_prefill_tokens - 1) // self._block_size
+        return super().filled(seq, max(first, self._first_block(whole * self._block_size)), end)
 
     def _first_block(self, num_tokens: int) -> int:
         """Return the first block that the window of the token after `num_tokens` touches."""

@@ -3,15 +3,15 @@
 One pool serves all layers: block b is block b in the cache of every layer, in every group of layers (see
 kernels/interface/kv_layout.py).
 
-A full block has a key: a digest of its tokens and of the key before it. Equal keys therefore mean equal tokens from the
-first one on, and equal K and V. Two chains cannot be made to meet, because the digest is cryptographic and the root of
-a chain is a digest of the salt in a domain of its own.
+A full block has a key: a digest of its tokens, of the images among them, and of the key before it. Equal keys therefore
+mean equal tokens from the first one on, and equal K and V. Two chains cannot be made to meet, because the digest is
+cryptographic and the root of a chain is a digest of the salt in a domain of its own.
 """
 
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 _KEY_BYTES = 32
@@ -26,13 +26,23 @@ def root_key(salt: str, adapter: int = 0) -> bytes:
     ).digest()
 
 
-def chain_keys(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Return the keys of the full blocks of `token_ids`, which follow a block (or root) with key `parent`."""
+def chain_keys(
+    parent: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    contents: Mapping[int, bytes] | None = None,
+) -> list[bytes]:
+    """Return the keys of the full blocks of `token_ids`, which follow a block (or root) with key `parent`.
+
+    contents   what tokens of a block stand for beside their ids, by the number of the block among these
+    """
     data = array("i", token_ids).tobytes()
     block_bytes = block_size * 4
     keys = []
-    for end in range(block_bytes, len(data) + 1, block_bytes):
-        block = data[end - block_bytes : end]
+    for number in range(len(data) // block_bytes):
+        block = data[number * block_bytes : (number + 1) * block_bytes]
+        if contents is not None and number in contents:
+            block += contents[number]
         parent = hashlib.blake2b(parent + block, digest_size=_KEY_BYTES).digest()
         keys.append(parent)
     return keys
@@ -76,6 +86,10 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether `find` finds the block of a key."""
+        return key in self._block_of
 
     def num_free_besides(self, blocks: list[int]) -> int:
         """Return the number of free blocks that are not among `blocks`."""

@@ -14,11 +14,13 @@ from workers.config import RankConfig
 from workers.kv_cache.demand import KVDemand
 from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_snapshots import StateSnapshots
+from workers.kv_transfer.contents import Rows, block_pieces, state_pieces
 
 
 class CacheMemory:
     """The caches of a rank process, in the layouts of its backends.
 
+    device          of the caches
     demand          the KV blocks that a request needs
     block_bytes     bytes of one KV block of all layers
     slot_bytes      bytes of the states of one sequence; 0 without linear attention
@@ -41,7 +43,7 @@ class CacheMemory:
         draft_groups: Sequence[KVGroup] = (),
     ):
         """draft_groups: layers of a draft model, over all tokens."""
-        self._window, self._device, self._draft_groups = window, device, draft_groups
+        self._window, self.device, self._draft_groups = window, device, draft_groups
         self.configure(config, selection, shape)
         self.num_blocks, self.num_snapshots = 0, config.cache.num_snapshots or 0
         self.kv_caches: list[torch.Tensor] = []
@@ -72,17 +74,17 @@ class CacheMemory:
     def new_kv_caches(self, num_blocks: int) -> list[torch.Tensor]:
         """Return new KV caches, one a layer."""
         size = self._config.cache.block_size
-        return allocate_kv_caches(self._kv_groups, num_blocks, size, self._dtype, self._device)
+        return allocate_kv_caches(self._kv_groups, num_blocks, size, self._dtype, self.device)
 
     def new_draft_caches(self, num_blocks: int) -> list[torch.Tensor]:
         """Return new KV caches of the draft model, one a layer; none without one."""
         size = self._config.cache.block_size
-        return allocate_kv_caches(self._draft_groups, num_blocks, size, self._dtype, self._device)
+        return allocate_kv_caches(self._draft_groups, num_blocks, size, self._dtype, self.device)
 
     def state_pools(self) -> list[LinearStates]:
         """Return the pools of states, allocated at the first call; none for a model without linear attention."""
         if self._linear is not None and not self.states:
-            place = self._num_slots, self._dtype, self._device
+            place = self._num_slots, self._dtype, self.device
             self.states = self._linear.allocate(self._specs, *place, num_rows=self._num_rows)
         return self.states
 
@@ -112,6 +114,29 @@ class CacheMemory:
             window=self._window,
             snapshots=snapshots,
         )
+
+    def rows(self) -> tuple[Rows, Rows]:
+        """Return the contents of blocks and of slots of states as rows, once all caches are allocated."""
+        size, value_bytes = self._config.cache.block_size, self._dtype.itemsize
+        place = self.num_blocks, size, value_bytes
+        blocks = [
+            *block_pieces(self._kv_groups, self.kv_caches, *place),
+            *block_pieces(self._draft_groups, self.draft_caches, *place),
+        ]
+        return Rows(blocks), Rows(state_pieces(self.states))
+
+    @property
+    def form(self) -> dict[str, str]:
+        """What the contents of blocks and states depend on beside model and precision, for comparisons."""
+        groups = (*self._kv_groups, *self._draft_groups)
+        return {"groups": repr(groups), "states": repr(self._specs), "dtype": str(self._dtype)}
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks that a window behind a whole number of blocks touches; 0: no layer has one."""
+        if self._window is None:
+            return 0
+        return -(-(self._window - 1) // self._config.cache.block_size)
 
     def free(self) -> None:
         """Release all tensors."""

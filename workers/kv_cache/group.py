@@ -8,11 +8,13 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Set
+from collections.abc import Sequence as Places
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from workers.kv_transfer.connector import Item
 from workers.step.sequence import Sequence
 
 Copies = tuple[tuple[int, int], ...]
@@ -36,17 +38,55 @@ class Prefix:
         return [block for blocks in self.blocks for block in blocks]
 
 
+class Filled(NamedTuple):
+    """Contents of a group that launched steps fill, for places outside the device: see Item.
+
+    private   of an adapter, see Transfer
+    """
+
+    group: "CacheGroup"
+    key: bytes
+    place: int
+    parent: bytes
+    number: int
+    private: bool
+
+    @classmethod
+    def of(cls, group: "CacheGroup", seq: Sequence, number: int, place: int) -> "Filled":
+        """Return the contents of block `number` of `seq`."""
+        keys = seq.block_keys
+        parent = keys[number - 1] if number else b""
+        return cls(group, keys[number], place, parent, number, bool(seq.request.adapter))
+
+    @property
+    def name(self) -> bytes:
+        """The name of the contents."""
+        return self.key + self.group.suffix
+
+    @property
+    def item(self) -> Item:
+        """The contents for a transfer."""
+        group = self.group
+        return Item(self.key, group.suffix, group.is_state, self.place, self.parent, self.number)
+
+
 class CacheGroup(ABC):
     """The memory of the layers of one kind. A sequence has memory here from `allocate` to `release`.
 
     `keys` are the keys of the first full blocks of a sequence.
 
+    A place is a block or a slot of states. Whoever holds a place keeps its contents until it lets go.
+
     batch_fields     fields of the ForwardBatch that `fields` returns
     caches_prefixes  whether sequences can start behind a prefix
+    suffix           of the names of contents of this kind, so that each kind has names of its own
+    is_state         contents are states
     """
 
     batch_fields: ClassVar[tuple[str, ...]]
     caches_prefixes = True
+    suffix: ClassVar[bytes] = b""
+    is_state: ClassVar[bool] = False
 
     @abstractmethod
     def fields(
@@ -61,6 +101,42 @@ class CacheGroup(ABC):
     @abstractmethod
     def find(self, keys: list[bytes]) -> tuple[int, list[int]]:
         """Return the most of `keys` that a sequence can start behind, and the blocks that it then needs."""
+
+    def longest(self, keys: list[bytes], also: Container[bytes]) -> int:
+        """Return the most of `keys` that a sequence could start behind if the names in `also` were here too.
+
+        A kind with contents that do not leave the device has none of the methods up to `filled`: nothing is loaded.
+        """
+        return 0
+
+    def needed(self, count: int) -> range:
+        """Return the numbers of the blocks that a sequence needs to start behind its first `count` blocks."""
+        return range(0)
+
+    def hold(self, key: bytes) -> int | None:
+        """Hold the place with the contents of `key`; None: they are not here."""
+        return None
+
+    def hold_place(self, place: int) -> None:
+        """Hold a place that is held already."""
+
+    def take(self) -> int | None:
+        """Hold a place without contents; None: there is none."""
+        return None
+
+    def enter(self, key: bytes, place: int) -> None:
+        """Let `find` find the contents of `key` in a place that was taken and is filled now."""
+
+    def let_go(self, places: Places[int]) -> None:
+        """Hold these places no more, which are in the order of their sequence."""
+
+    def filled(self, seq: Sequence, first: int, end: int) -> Iterable[Filled]:
+        """Return the contents of blocks `first` to `end` of `seq` that later sequences may start behind."""
+        return ()
+
+    def take_kept(self) -> list[Filled]:
+        """Return the contents that the copies before the next step keep, and forget them."""
+        return []
 
     @abstractmethod
     def forget(self, keys: Iterable[bytes]) -> None:
@@ -115,5 +191,10 @@ class CacheGroup(ABC):
         """Return statistics of this kind by name."""
         return {}
 
-    def check_integrity(self, running: Set[Sequence], owners: Counter[int]) -> None:
-        """Add owners of blocks; raise AssertionError if anything but the `running` sequences has memory here."""
+    def check_integrity(
+        self, running: Set[Sequence], owners: Counter[int], held: Iterable[int] = ()
+    ) -> None:
+        """Add owners of blocks; raise AssertionError if anything else has memory here.
+
+        held   places that transfers hold, each as often as they do
+        """

@@ -20,6 +20,7 @@ from workers.kv_cache.demand import KVDemand
 from workers.kv_cache.group import CacheGroup, Copies, Prefix
 from workers.kv_cache.state_group import StateGroup
 from workers.kv_cache.state_snapshots import StateSnapshots
+from workers.kv_cache.transfers import BlockTransfers
 from workers.step.sequence import Sequence
 
 
@@ -29,6 +30,7 @@ class KVCacheManager:
     window      largest window of a layer; None: all layers read all tokens
     snapshots   of the states of linear attention; None: no layer has it
     groups      one for each kind of layers; the first one has the layers over all tokens
+    transfers   between the device and other places, of an epoch; None: there is no other place
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class KVCacheManager:
             self.groups.append(WindowGroup(*sizes, window=window))
         if snapshots is not None:
             self.groups.append(StateGroup(snapshots, block_size))
+        self.transfers: BlockTransfers | None = None
         self._enabled = prefix_caching and all(group.caches_prefixes for group in self.groups)
         self._coming: set[bytes] = set()  # keys of prompt blocks that running sequences compute
         self.num_queries = 0  # tokens looked up when their request first ran
@@ -90,6 +93,8 @@ class KVCacheManager:
             return nothing
         keys = seq.block_keys[:num_blocks]
         num_shared, shared = self.groups[0].find(keys)
+        if num_shared < num_blocks and self._is_loaded(keys[num_shared]):
+            return None
         count, blocks = self._agree(keys[:num_shared])
         if num_shared < num_blocks and keys[num_shared] in self._coming:
             place = keys, count, num_shared, self._coming
@@ -105,6 +110,37 @@ class KVCacheManager:
             if count == len(keys):
                 return count, [blocks for _, blocks in found]
             keys = keys[:count]
+
+    def begin_load(self, seq: Sequence, prefix: Prefix) -> bool:
+        """Load more of `seq` than `prefix`; return whether it waits now, outside the scheduler, until `settle`."""
+        new = seq.request.needs_every_row and not seq.num_output_tokens
+        if self.transfers is None or not self._enabled or new:
+            return False
+        keys = seq.block_keys[: (seq.num_tokens - 1) // self.block_size]
+        return self.transfers.begin_load(seq, keys, prefix.num_tokens // self.block_size)
+
+    def _is_loaded(self, key: bytes) -> bool:
+        return self.transfers is not None and self.transfers.comes(key)
+
+    def park(self, seq: Sequence) -> bool:
+        """Let `seq` wait outside the scheduler if its next block comes with the load of another sequence."""
+        keys = seq.block_keys[: (seq.num_tokens - 1) // self.block_size]
+        waits = any(self._is_loaded(key) for key in keys) and not seq.num_pending
+        if waits and self.transfers is not None:
+            self.transfers.park(seq)
+        return waits
+
+    def settle(self, *, idle: bool = False) -> list[Sequence]:
+        """Enter what has come or gone meanwhile; return the sequences that wait for no load any more.
+
+        idle   no step follows soon, so that whatever waits to be saved is saved now
+        """
+        if self.transfers is None:
+            return []
+        ready = self.transfers.settle()
+        if idle:
+            self.transfers.save(all_of_them=True)
+        return ready
 
     def fits(self, seq: Sequence, prefix: Prefix) -> bool:
         """Return whether there are blocks for all known tokens of `seq`, so that a prompt that starts can finish."""
@@ -155,8 +191,17 @@ class KVCacheManager:
 
     def launched(self, seqs: list[Sequence]) -> None:
         """Enter the launch of a step of `seqs`, with the `copies` before it."""
+        kept = []
         for group in self.groups:
             group.launched(seqs)
+            kept += group.take_kept()
+        if self.transfers is not None:
+            self.transfers.launched(kept)
+
+    def committed(self) -> None:
+        """Enter the end of the oldest launched step, after the commits of its sequences."""
+        if self.transfers is not None:
+            self.transfers.committed()
 
     def commit(self, seq: Sequence) -> None:
         """Let later sequences find the blocks of `seq` that launched steps fill.
@@ -170,6 +215,8 @@ class KVCacheManager:
         self._extend_keys(seq, end)
         for group in self.groups:
             group.register(seq, first, end)
+        if self.transfers is not None:
+            self.transfers.offer(seq, first, end)
         self._coming.difference_update(seq.block_keys[first:end])
         seq.next_full = (end + 1) * self.block_size
 
@@ -188,12 +235,15 @@ class KVCacheManager:
         keys = seq.block_keys[first_token // self.block_size :]
         for group in self.groups:
             group.forget(keys)
+        if self.transfers is not None:
+            self.transfers.forget(keys)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raise AssertionError, with what leaks, unless the pool has the owners that the groups count."""
         seqs, owners = set(running), Counter[int]()
         for group in self.groups:
-            group.check_integrity(seqs, owners)
+            held = () if self.transfers is None else self.transfers.owners(group)
+            group.check_integrity(seqs, owners, held)
         self.pool.check_integrity(owners)
         num_coming = len(self._coming)
         assert seqs or not num_coming, f"{num_coming} blocks are awaited that no sequence computes"
@@ -210,6 +260,9 @@ class KVCacheManager:
     def close(self) -> None:
         """End an epoch: forget what steps that were not launched were to write, and begin to count anew."""
         self.num_queries = self.num_hits = 0
+        if self.transfers is not None:
+            self.transfers.close()
+            self.transfers = None
         for group in self.groups:
             group.close()
 
@@ -222,7 +275,7 @@ class KVCacheManager:
         }
         for group in self.groups:
             found |= group.gauges()
-        return found
+        return found | ({} if self.transfers is None else self.transfers.gauges())
 
     def _extend_keys(self, seq: Sequence, num_blocks: int) -> None:
         done = len(seq.block_keys)
@@ -231,4 +284,7 @@ class KVCacheManager:
             request = seq.request
             parent = seq.block_keys[-1] if done else root_key(request.cache_salt, request.adapter)
             token_ids = seq.token_ids[done * size : num_blocks * size]
-            seq.block_keys += chain_keys(parent, token_ids, size)
+            images = None
+            if seq.images is not None:
+                images = seq.images.contents(done, num_blocks, size)
+            seq.block_keys += chain_keys(parent, token_ids, size, images)

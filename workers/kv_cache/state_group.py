@@ -7,10 +7,11 @@ shares with another one. There a running prompt ends its chunk.
 
 from collections import Counter
 from collections.abc import Container, Iterable, Set
+from collections.abc import Sequence as Places
 
 import numpy as np
 
-from workers.kv_cache.group import CacheGroup, Copies, Prefix
+from workers.kv_cache.group import CacheGroup, Copies, Filled, Prefix
 from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.step.sequence import Sequence
 
@@ -25,11 +26,14 @@ class StateGroup(CacheGroup):
     """
 
     batch_fields = ("state_slots",)
+    suffix = b"s"
+    is_state = True
 
     def __init__(self, snapshots: StateSnapshots, block_size: int):
         self.snapshots = snapshots
         self._block_size = block_size
         self._wanted: set[bytes] = set()  # keys of prompt blocks with an end where a state is kept
+        self._kept: list[Filled] = []  # by the copies before the next step
         self.caches_prefixes = snapshots.count > 0
 
     def fields(
@@ -39,6 +43,34 @@ class StateGroup(CacheGroup):
 
     def find(self, keys: list[bytes]) -> tuple[int, list[int]]:
         return self.snapshots.longest(keys), []
+
+    def longest(self, keys: list[bytes], also: Container[bytes]) -> int:
+        for count in range(len(keys), 0, -1):
+            if keys[count - 1] in self.snapshots or keys[count - 1] + self.suffix in also:
+                return count
+        return 0
+
+    def needed(self, count: int) -> range:
+        return range(max(0, count - 1), count)
+
+    def hold(self, key: bytes) -> int | None:
+        return self.snapshots.hold(key)
+
+    def hold_place(self, place: int) -> None:
+        self.snapshots.hold_slot(place)
+
+    def take(self) -> int | None:
+        return self.snapshots.take()
+
+    def enter(self, key: bytes, place: int) -> None:
+        self.snapshots.enter(key, place)
+
+    def let_go(self, places: Places[int]) -> None:
+        self.snapshots.let_go(places)
+
+    def take_kept(self) -> list[Filled]:
+        kept, self._kept = self._kept, []
+        return kept
 
     def num_useful(self, keys: list[bytes]) -> int | None:
         return self.snapshots.longest(keys)
@@ -93,7 +125,9 @@ class StateGroup(CacheGroup):
                 of_prompt = seq.num_computed_tokens <= seq.num_prefill_tokens
                 assert of_prompt, f"{seq.request.request_id} may have drafts in its state"
                 self._wanted.discard(key)
-                self.snapshots.save(key, seq.row + 1)
+                slot = self.snapshots.save(key, seq.row + 1)
+                if slot is not None:
+                    self._kept.append(Filled.of(self, seq, num_full - 1, slot))
 
     @property
     def copies(self) -> Copies:
@@ -104,9 +138,12 @@ class StateGroup(CacheGroup):
 
     def close(self) -> None:
         self.snapshots.close()
+        self._kept.clear()
 
-    def check_integrity(self, running: Set[Sequence], owners: Counter[int]) -> None:
-        self.snapshots.check_integrity()
+    def check_integrity(
+        self, running: Set[Sequence], owners: Counter[int], held: Iterable[int] = ()
+    ) -> None:
+        self.snapshots.check_integrity(held)
         wanted = len(self._wanted)
         assert running or not wanted, f"{wanted} states are wanted that no sequence computes"
 

@@ -6,7 +6,7 @@ there (see workers/kv_cache/block_pool.py), so equal keys mean equal tokens from
 Knows nothing of requests and of tensors.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 # Tokens of a prompt that a snapshot must save, because a chunk that ends at a snapshot costs a step.
@@ -17,7 +17,7 @@ PATIENCE, SELDOM = 8, 8
 
 
 class StateSnapshots:
-    """`count` slots from `first_slot` on; the longest unused snapshot is replaced.
+    """`count` slots from `first_slot` on; the longest unused snapshot that nothing holds is replaced.
 
     copies     (source slot, target slot) to make, in this order, before the next forward; the caller empties the list
     count      most snapshots; 0: the prefix cache finds nothing
@@ -33,6 +33,7 @@ class StateSnapshots:
         self.num_restored = 0  # sequences that went on from a snapshot
         self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the longest unused first
+        self._held: Counter[int] = Counter()  # slots by the number of holders
         self._never_used: set[bytes] = set()
         self._num_lost = self._num_prompts = 0
 
@@ -43,8 +44,12 @@ class StateSnapshots:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The slots with snapshots that can be found."""
-        return tuple(self._slot_of.values())
+        """The slots with snapshots that can be found or are held."""
+        return tuple({*self._slot_of.values(), *self._held})
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether there is a snapshot of `key`."""
+        return key in self._slot_of
 
     def longest(self, keys: list[bytes]) -> int:
         """Return how many of `keys` come up to the last one with a snapshot; 0: none has one."""
@@ -61,18 +66,62 @@ class StateSnapshots:
         self.copies.append((self._slot_of[key], slot))
         self.num_restored += 1
 
-    def save(self, key: bytes, slot: int) -> None:
-        """Keep a copy of the slot of a sequence, as the launched forwards leave it, under `key`."""
-        if not self.count or key in self._slot_of:
-            return
+    def save(self, key: bytes, slot: int) -> int | None:
+        """Keep a copy of the slot of a sequence, as the launched forwards leave it, under `key`.
+
+        Return the slot of the copy; None if there is one already, or no slot.
+        """
+        kept = None if key in self._slot_of else self._free_slot()
+        if kept is not None:
+            self._slot_of[key] = kept
+            self._never_used.add(key)
+            self.copies.append((slot, kept))
+        return kept
+
+    def _free_slot(self) -> int | None:
+        """Return a slot for another snapshot, which replaces the longest unused one if none is free."""
         if not self._free:
-            oldest = next(iter(self._slot_of))
+            found = (key for key, slot in self._slot_of.items() if slot not in self._held)
+            oldest = next(found, None)
+            if oldest is None:
+                return None
             self._num_lost += oldest in self._never_used
             self.forget((oldest,))
-        kept = self._free.pop()
-        self._slot_of[key] = kept
-        self._never_used.add(key)
-        self.copies.append((slot, kept))
+        return self._free.pop()
+
+    def hold(self, key: bytes) -> int | None:
+        """Hold the slot with the snapshot of `key`; None: there is none."""
+        slot = self._slot_of.get(key)
+        if slot is not None:
+            self._held[slot] += 1
+        return slot
+
+    def hold_slot(self, slot: int) -> None:
+        """Hold a slot once more."""
+        assert self._held[slot], f"slot {slot} is not held"
+        self._held[slot] += 1
+
+    def take(self) -> int | None:
+        """Hold a slot for a snapshot that comes from elsewhere; None: there is none."""
+        slot = self._free_slot()
+        if slot is not None:
+            self._held[slot] += 1
+        return slot
+
+    def enter(self, key: bytes, slot: int) -> None:
+        """Let the snapshot of `key` be found in a slot that was taken. A second one of the same key is not found."""
+        if key not in self._slot_of:
+            self._slot_of[key] = slot
+            self._never_used.add(key)
+
+    def let_go(self, slots: Iterable[int]) -> None:
+        """Hold these slots no more."""
+        for slot in slots:
+            self._held[slot] -= 1
+            if not self._held[slot]:
+                del self._held[slot]
+                if slot not in self._slot_of.values():
+                    self._free.append(slot)
 
     def admit_prompt(self) -> bool:
         """Return whether the next prompt gets snapshots: seldom, while they are replaced before their first use."""
@@ -84,15 +133,18 @@ class StateSnapshots:
         for key in keys:
             slot = self._slot_of.pop(key, None)
             if slot is not None:
-                self._free.append(slot)
                 self._never_used.discard(key)
+                if slot not in self._held:
+                    self._free.append(slot)
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every slot is either free or has one snapshot."""
+    def check_integrity(self, held: Iterable[int] = ()) -> None:
+        """Raise AssertionError unless every slot is either free, or has one snapshot, or is among `held`."""
         free, kept = self._free, self.slots
         assert len({*free, *kept}) == len(free) + len(kept) == self.count, (
             f"free slots {free} and slots with snapshots {kept}, expected {self.count} in all"
         )
+        assert len(set(self._slot_of.values())) == self.num_kept, "two snapshots have one slot"
+        assert self._held == Counter(held), f"holders of slots are {self._held}, expected {held}"
 
     def close(self) -> None:
         """Drop the copies that were not made, and the snapshots that they were to make; all others stay."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from kernels.all2all.base import with_slots
 from kernels.backends.select import Backends
 from kernels.lora.experts import ExpertAdapters
 from kernels.routing.expert_map import ExpertMap, kept_runs
@@ -43,10 +42,19 @@ class SpareWeights(NamedTuple):
 
 
 class StagedMap(NamedTuple):
-    """A new map of a layer. experts: of this rank's slots; table: on the device."""
+    """A new map of a layer. experts: of this rank's slots; table and experts_e: on the device."""
 
     experts: list[int]
     table: SlotTable
+    experts_e: torch.Tensor
+
+    @classmethod
+    def of(cls, slots: Sequence[int], base: ExpertMap, rank: int, device: torch.device) -> Self:
+        """Return the map of the expert in every slot; the slots of ranks are those of `base`."""
+        own = base.slots_of(rank)
+        experts = list(slots[own.start : own.stop])
+        table = SlotTable.of(slots, base.starts, base.num_experts, rank, device)
+        return cls(experts, table, torch.tensor(experts, dtype=torch.int32, device=device))
 
 
 class MoeBlock:
@@ -55,6 +63,7 @@ class MoeBlock:
     wanted   the expert of each slot of this rank
     held     the expert that each slot has the weights of, or FREE; a view by `with_backends` shares the list
     table    the map of the layer; None: slots are experts
+    experts_e   int32, beside a table: `wanted` on the device
     lora   the slots of adapters of the experts; None: the experts take none
     """
 
@@ -122,15 +131,10 @@ class MoeBlock:
                 for new, source in zip(self.parameters, weights, strict=True):
                     new[to].copy_(source[at])
         self.held = [expert if expert in kept else FREE for expert in self.wanted]
-        self.table = None
+        self.table = self.experts_e = None
         if self._placement.movable or not expert_map.is_identity:
-            self.table = SlotTable.of(
-                expert_map.experts(self._layer),
-                expert_map.starts,
-                expert_map.num_experts,
-                rank,
-                self._device,
-            )
+            slots = expert_map.experts(self._layer)
+            _, self.table, self.experts_e = StagedMap.of(slots, expert_map, rank, self._device)
 
     def spare_weights(self) -> "SpareWeights":
         """Return memory for the weights of as many experts as the rank has slots in this layer."""
@@ -143,12 +147,24 @@ class MoeBlock:
 
     def commit(self, places: Sequence[int], spare: "SpareWeights", staged: "StagedMap") -> None:
         """Take these places of `spare` and the map of the layer in place, on the current stream."""
-        assert self.table is not None, "the map of this layer stays"
+        assert self.table is not None and self.experts_e is not None, "the map of this layer stays"
         for begin, end in runs(places):
             for weights, new in zip(self.parameters, spare.parameters, strict=True):
                 weights[begin:end].copy_(new[begin:end])
         self.table.copy_from(staged.table)
+        self.experts_e.copy_(staged.experts_e)
         self.wanted[:] = self.held[:] = staged.experts
+
+    def adapter_places(self, num_experts: int) -> torch.Tensor:
+        """Return int32: the place of the expert of each slot among the `num_experts` of which the rank has adapters.
+
+        They are the experts of the slots, or where the layer has a map all experts: the places move with the map.
+        """
+        if self.experts_e is not None:
+            assert num_experts == self.spec.num_experts, num_experts
+            return self.experts_e
+        assert num_experts == len(self.wanted), num_experts
+        return torch.arange(num_experts, dtype=torch.int32, device=self._device)
 
     def missing(self) -> list[int]:
         """Return the experts that the rank has slots for, but not the weights."""
@@ -172,9 +188,9 @@ class MoeBlock:
         buffer_TD = self.all2all.dispatch_buffer(len(residual_TD))
         residual_TD, h_TD = self.norm.add(residual_TD, hidden_TD, buffer_TD)
         slots_TK, topk_weights_TK = self._route(h_TD, batch)
-        if self.all2all.adapters:
+        if (column := self.all2all.slot_column) is not None:
             slots_T = None if self.lora is None else batch.adapter_slots
-            slots_TK, topk_weights_TK = with_slots(slots_TK, topk_weights_TK, slots_T)
+            slots_TK, topk_weights_TK = column.beside(slots_TK, topk_weights_TK, slots_T)
         pending = self.all2all.dispatch(h_TD, slots_TK, topk_weights_TK)
         if self.shared is not None:  # computed while the rows travel
             residual_TD = self.shared.add_to(residual_TD, h_TD, batch.adapters)

@@ -29,6 +29,12 @@ def build_rope_table(config: ModelConfig, num_positions: int, device: torch.devi
     return torch.complex(angles_Pd.cos() * factor, angles_Pd.sin() * factor).to(device)
 
 
+def rope_axes(config: ModelConfig, device: torch.device) -> torch.Tensor | None:
+    """Return by which of its token's three positions each pair turns: int64 [r/2]; None: a token has one position."""
+    axes = [] if config.attention is None else config.attention.rope.axes
+    return torch.tensor(axes, device=device) if axes else None
+
+
 def apply_rope(x_TNd: torch.Tensor, rotation_T1r: torch.Tensor) -> torch.Tensor:
     """Rotate the first r values of each head of float32 x in place by complex64 [T, 1, r/2]; return x.
 

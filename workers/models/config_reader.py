@@ -19,11 +19,11 @@ from workers.specs.model import (
     LayerSpec,
     ModelConfig,
     MoeSpec,
-    RopeSpec,
     WeightEntries,
     weight_map,
 )
 from workers.specs.quantization import parse_quantization
+from workers.specs.rope import RopeSpec
 
 # Keys that do not change what a forward computes: training, bookkeeping, output switches, tokens.
 # fmt: off
@@ -75,6 +75,7 @@ class ConfigReader:
 
     defaults     of the family, beside DEFAULTS
     generation   generation_config.json, empty where the checkpoint has none
+    processor    preprocessor_config.json, empty where the checkpoint has none
     problems     complaints so far; each names a key, its value and what is expected
     """
 
@@ -84,8 +85,10 @@ class ConfigReader:
         defaults: Mapping[str, Any],
         generation: Mapping[str, Any],
         weight_entries: WeightEntries,
+        processor: Mapping[str, Any] | None = None,
     ):
         self.problems: list[str] = []
+        self.processor = processor or {}
         self._raw = raw
         self._defaults = {**DEFAULTS, **defaults}
         self._generation = generation
@@ -233,8 +236,6 @@ class ConfigReader:
         norm_offset: float = 0.0,
     ) -> ModelConfig:
         """Return the config with the fields that all families share; it is valid only if `problems` is empty."""
-        for key, supported in self._fixed.items():
-            self.fixed(key, *supported)
         self._check_layer_types()
         # transformers stops at generation_config's ids where there are some, else at config.json's
         stops = self._integers(self._generation, "eos_token_id")
@@ -259,14 +260,19 @@ class ConfigReader:
             weight_entries=self._weight_entries,
         )
         self.ignore("quantization_config", "eos_token_id")
-        for key, value in self._raw.items():
-            if key not in self._read and value is not None:
-                self.problems.append(
-                    f"{key} is {_short(value)}; unknown key that may change the mathematics"
-                )
+        self.refuse_unread()
         if not self.problems:
             self._check_shapes(config)
         return config
+
+    def refuse_unread(self) -> None:
+        """Complain about every key that nothing has read, unless it has the value that all families compute."""
+        for key, supported in self._fixed.items():
+            self.fixed(key, *supported)
+        for key, value in self._raw.items():
+            if key not in self._read and value is not None:
+                what = "unknown key that may change the mathematics"
+                self.problems.append(f"{key} is {_short(value)}; {what}")
 
     def _integer(self, key: str, default: int | None) -> int:
         value: int = self._typed(

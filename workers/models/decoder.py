@@ -5,6 +5,8 @@ A family differs by the specs of its layers, from which each layer gets its bloc
 T tokens (padding included), L logits rows, D hidden, V vocabulary. Knows nothing of requests, steps or files.
 """
 
+from pkgutil import resolve_name
+
 import torch
 
 from kernels.lora.product import EmbeddingLora
@@ -12,6 +14,7 @@ from kernels.lora.rows import AdapterRows
 from workers.layers.builder import LayerBuilder
 from workers.layers.linear import DenseLinear
 from workers.models.layer_stack import LayerStack
+from workers.models.vision.tower import VisionTower
 from workers.step.forward_batch import ForwardBatch
 
 
@@ -19,6 +22,7 @@ class DecoderLM(LayerStack):
     """The model of one rank: all layers between an embedding and a head.
 
     embedding_lora   the slots of adapters of the embedding; None: it takes none
+    vision           makes the embeddings of images, outside of forwards; None: the model takes none
     """
 
     embedding_lora: EmbeddingLora | None = None
@@ -29,8 +33,16 @@ class DecoderLM(LayerStack):
         self.embed_VD = builder.empty(*table)
         self.norm = builder.norm(config.hidden_size)
         self.lm_head = self._logits_head(builder)
+        self.vision = self._vision_tower()
         labels = config.num_labels
         self.score = builder.dense(labels, config.hidden_size) if labels else None
+
+    def _vision_tower(self) -> VisionTower | None:
+        spec = self.config.vision
+        if spec is None:
+            return None
+        tower: VisionTower = resolve_name(spec.tower)(spec, device=self.device, dtype=self.dtype)
+        return tower
 
     def _logits_head(self, builder: LayerBuilder) -> DenseLinear | None:
         config = self.config
@@ -49,20 +61,18 @@ class DecoderLM(LayerStack):
         return embedded_TD if factor == 1.0 else embedded_TD.mul_(factor)
 
     def forward(
-        self,
-        batch: ForwardBatch,
-        inputs_embeds: torch.Tensor | None = None,
-        hidden_after: dict[int, torch.Tensor] | None = None,
+        self, batch: ForwardBatch, hidden_after: dict[int, torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Return hidden_TD after the last layer, before the final norm; call `attention.plan(batch)` before.
 
-        inputs_embeds   [T, D] in place of the embeddings of batch.input_ids; it is overwritten
         hidden_after    by number of a layer, each set to hidden_TD after the layer
         """
-        residual_TD = inputs_embeds
-        if residual_TD is None:
-            residual_TD = self.embed(batch.input_ids, batch.adapters)
-        return self.run_layers(residual_TD, batch, hidden_after)
+        residual_TD = self.embed(batch.input_ids, batch.adapters)
+        if batch.image_mask is None or batch.image_embeds is None:
+            return self.run_layers(residual_TD, batch, hidden_after)
+        embeds_TD, *added = batch.image_embeds.unbind(1)
+        residual_TD = torch.where(batch.image_mask.bool()[:, None], embeds_TD, residual_TD)
+        return self.run_layers(residual_TD, batch, hidden_after, added)
 
     @property
     def head_takes_adapters(self) -> bool:

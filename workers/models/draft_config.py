@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kernels.interface.kv_layout import KVGroup, group_layers, layout_of
-from workers.config import CacheConfig, ModelSection, SpeculationConfig
+from workers.config import CacheConfig, ModelSection
 from workers.models.config_reader import ModelConfigError
 from workers.models.eagle3.config import load_eagle3_config
 from workers.models.eagle3.spec import Eagle3Config
 from workers.specs.model import ModelConfig, weight_map
+from workers.speculation_config import SpeculationConfig
 from workers.weights.checkpoint_files import tensor_names
 
 

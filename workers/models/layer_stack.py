@@ -24,7 +24,7 @@ from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
 from workers.layers.builder import STILL, LayerBuilder, Placement
 from workers.layers.moe import MoeBlock
-from workers.layers.rope import build_rope_table
+from workers.layers.rope import build_rope_table, rope_axes
 from workers.specs.model import LayerSpec, ModelConfig
 from workers.step.forward_batch import ForwardBatch
 from workers.weights.slots import Slot, parameter_of, slot_of
@@ -112,6 +112,7 @@ class LayerStack(ABC):
         ]
         num_positions = max_positions or config.max_position_embeddings
         self._rope_table = build_rope_table(config, num_positions, self.device)
+        self._rope_axes = rope_axes(config, self.device)
 
     @abstractmethod
     def _allocate(self, builder: LayerBuilder) -> None:
@@ -131,18 +132,22 @@ class LayerStack(ABC):
         residual_TD: torch.Tensor,
         batch: ForwardBatch,
         hidden_after: dict[int, torch.Tensor] | None = None,
+        added: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """Return hidden_TD after the last layer; call `attention.plan(batch)` before. residual_TD is overwritten.
 
         hidden_after    by number of a layer, each set to hidden_TD after the layer
+        added           [T, D] of the first layers, each added to hidden_TD after the layer
         """
-        rotation_T1r = self.rotation(batch.positions)
+        rotation_T1r = self.rotation(batch)
         hidden_TD = None
         for number, (attention, mlp) in enumerate(self.layers):
             residual_TD, hidden_TD = attention.forward(
                 residual_TD, hidden_TD, rotation_T1r, batch.adapters
             )
             residual_TD, hidden_TD = mlp.forward(residual_TD, hidden_TD, batch)
+            if number < len(added):
+                residual_TD = residual_TD.add_(added[number])
             if hidden_after is not None and number in hidden_after:
                 residual_TD, hidden_TD = add_hidden(residual_TD, hidden_TD), None
                 hidden_after[number] = residual_TD.clone()
@@ -210,9 +215,12 @@ class LayerStack(ABC):
         """The map of experts, and the rank in it, that the model has weights for."""
         return self._expert_map, self._rank
 
-    def rotation(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the rotations of these positions: complex64 [T, 1, r/2]."""
-        return self._rope_table.index_select(0, positions).unsqueeze(1)
+    def rotation(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the rotations of all rows: complex64 [T, 1, r/2]."""
+        positions_T3, axes_r = batch.rope_positions, self._rope_axes
+        if positions_T3 is None or axes_r is None:
+            return self._rope_table.index_select(0, batch.positions).unsqueeze(1)
+        return self._rope_table.gather(0, positions_T3.index_select(1, axes_r)).unsqueeze(1)
 
     def compile_products(self, sizes: Sequence[int]) -> None:
         """Compile the dense products in FP8 for steps of these numbers of rows."""

@@ -20,6 +20,7 @@ from workers.models.pooling_reads import (
     read_modules,
     read_pooling,
 )
+from workers.models.vision.reads import read_processor, without_vision
 from workers.specs.model import ModelConfig
 from workers.specs.pooling import PoolingSpec
 
@@ -35,7 +36,7 @@ class Family:
     def config(self) -> ModuleType:
         """The module with DEFAULTS, NAMES and read_config; needs no torch.
 
-        Of a family with a text part among others, also `text_part` and `nested`, which take it out and put it back.
+        Of a family with a vision tower also `text_part`, see `workers.models.vision.reads`.
         """
         return import_module(f"workers.models.{self.folder}.config")
 
@@ -46,6 +47,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     "glm4_moe": Family("glm4_moe", "Glm4MoeForCausalLM"),
     "glm4_moe_lite": Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+    "glm4v_moe": Family("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
     "granitemoe": Family("granitemoe", "GraniteMoeForCausalLM"),
     "granitemoeshared": Family("granitemoe", "GraniteMoeSharedForCausalLM"),
     "gpt_oss": Family("gpt_oss", "GptOssForCausalLM"),
@@ -58,6 +60,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
     "qwen3_moe": Family("qwen3_moe", "Qwen3MoeForCausalLM"),
     "qwen3_next": Family("qwen3_next", "Qwen3NextForCausalLM"),
+    "qwen3_vl_moe": Family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
 }
 
 LOGITS_HEAD = "lm_head."  # begins the names of its tensors
@@ -77,7 +80,7 @@ def load_model_config(path: str | Path, section: ModelSection | None = None) -> 
     where = str(folder / "config.json")
     if problems:
         raise ModelConfigError(f"{folder}: " + "; ".join(problems))
-    return parse_model_config(raw, generation, where, modules, section)
+    return parse_model_config(raw, generation, where, modules, section, read_processor(folder))
 
 
 def configured_model(section: ModelSection) -> ModelConfig:
@@ -91,6 +94,7 @@ def parse_model_config(
     where: str,
     modules: Modules = NO_MODULES,
     section: ModelSection | None = None,
+    processor: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """Return the config of a config.json, a generation_config.json and what follows; `where` begins its errors."""
     model_type, architectures = raw.get("model_type"), raw.get("architectures")
@@ -105,11 +109,14 @@ def parse_model_config(
         )
     text_part = getattr(family.config, "text_part", dict)
     source = family.config
-    read = ConfigReader(text_part(raw), source.DEFAULTS, generation, source.NAMES)
+    read = ConfigReader(text_part(raw), source.DEFAULTS, generation, source.NAMES, processor)
     config: ModelConfig = family.config.read_config(read)
     pooling = read_pooling(text_part(raw), part, modules, section, read.problems)
     if read.problems:
         raise ModelConfigError(f"{where}: " + "; ".join(read.problems))
+    blind = pooling is not None or (section is not None and section.language_model_only)
+    if config.vision is not None and blind:
+        config = without_vision(config)
     return config if pooling is None else _with_pooling(config, pooling)
 
 

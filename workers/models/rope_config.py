@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from math import isfinite, log
 from typing import Any
 
-from workers.specs.model import RopeSpec
+from workers.specs.rope import RopeSpec
 
 # rope_type -> (required keys, optional keys), as transformers reads them
 SUPPORTED_KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {

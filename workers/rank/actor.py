@@ -333,7 +333,7 @@ class RankActor:
     async def stage_adapter(self, adapter: LoadedAdapter) -> str:
         """Read a LoRA adapter into host memory, beside the steps; return the digest of its files."""
         assert self._process is not None and self._process.adapters is not None, "no rank serves"
-        return await in_thread(self._process.adapters.stage, adapter)
+        return await in_thread(self._process.adapters.begin(adapter))
 
     async def drop_adapter(self, adapter: int) -> None:
         """Free the host memory of an adapter that no request has any more."""

@@ -11,7 +11,7 @@ from kernels.interface.config import KernelsConfig
 from kernels.interface.registry import ATTENTION, GROUPED_GEMM, backend_class
 from kernels.routing.forced_routing import ForcedRouting
 from workers.adapters.layout import EXPERTS
-from workers.config import RankConfig
+from workers.config import ModelSection, RankConfig, not_for_answers
 from workers.specs.expert_layout import ExpertLayout
 from workers.specs.model import ModelConfig, weight_map
 from workers.weights.tensors import (
@@ -162,3 +162,10 @@ def shared_settings(
     flat.update(num_ranks=config.num_ranks, device=config.device)
     flat["experts"] = None if layout is None else layout.digest
     return flat
+
+
+def warnings_of_answers(section: ModelSection, model: ModelConfig) -> Iterator[str]:
+    """Yield a warning for each setting that makes answers meaningless, and for each part that is left out."""
+    yield from not_for_answers(section)
+    for part in model.skipped_parts:
+        yield f"{part} of the checkpoint is not loaded: only text is served"

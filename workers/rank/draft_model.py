@@ -25,6 +25,7 @@ from workers.scheduler.scheduler import Scheduler
 from workers.specs.model import ModelConfig
 from workers.weights.checkpoint_files import CheckpointError
 from workers.weights.files import read_headers
+from workers.weights.tensors import draft_head_bytes
 
 DraftHead = MtpHead | Eagle3Head
 
@@ -71,6 +72,10 @@ class DraftChoice:
     @property
     def attention_class(self) -> Any:
         return backend_class("attention", self.attention)
+
+    def head_bytes(self, model: ModelConfig, *, fp8_dense: bool) -> int:
+        """Return the bytes of a copy of the output head of `model` that drafts."""
+        return 0 if self.eagle is not None else draft_head_bytes(model, fp8_dense=fp8_dense)
 
     def build(self, target: DecoderLM, backends: select.Backends, **place: Any) -> DraftHead:
         """Return the draft model beside `target`, without weights; `place` as for the target."""

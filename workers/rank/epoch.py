@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,7 +19,8 @@ from kernels.attention.dummy import DummyAttention
 from kernels.backends.memory import backend_memory
 from kernels.backends.select import Backends
 from workers.engine.datagram_vote import DatagramVoteTransport
-from workers.engine.engine import Engine, Publish
+from workers.engine.engine import Engine
+from workers.engine.outbox import Publish
 from workers.engine.vote_transport import (
     AbortableVote,
     LocalVoteTransport,
@@ -98,6 +100,7 @@ class Epoch:
         self._attention_compiled: Future[None] | None = None
         self._graph_bytes, self._closing = 0, ExitStack()
         process.enter(self)
+        process.kv_places.connect(process.config, process.caches, rendezvous.store)
         try:
             with self._timed("process group"):
                 self._peers = meet(
@@ -206,9 +209,9 @@ class Epoch:
         """
         if self._peers.warm:
             return
-        max_tokens = self.process.config.scheduler.max_num_batched_tokens
-        sizes = warm_up_sizes(max_tokens, dense=self.backends.grouped_gemm.compiles_by_rows)
-        steps, total = self.make.warm_up_steps(), len(sizes) + 2
+        self.make.run_largest_image()
+        steps, dense = self.make.warm_up_steps(), self.backends.grouped_gemm.compiles_by_rows
+        total = 2 + len(sizes := warm_up_sizes(steps.limits.max_num_batched_tokens, dense=dense))
         report_progress = progress or (lambda done, total: None)
         dummy = DummyAttention(self.backends.attention)
         self.ubatches.bind_states(self.process.state_pools())
@@ -244,8 +247,7 @@ class Epoch:
                 caches.allocate()
                 self.ubatches.bind(caches.kv_caches)
             self.make.bind_draft(caches.draft_caches)
-            made = self.make(caches.manager)
-            self._parts.runner, self._parts.scheduler = made
+            self._parts.runner, self._parts.scheduler = self.make(caches.manager)
             self._closing.callback(self.runner.close)
             if not self._peers.warm:
                 num_tokens = min(64, process.config.scheduler.max_num_batched_tokens)
@@ -275,11 +277,9 @@ class Epoch:
         self._tune(progress)
 
     def _tune(self, progress: Progress | None) -> None:
-        process = self.process
+        facts = self.process.max_model_len, self.process.settings()
         with memory_for("ubatches"):
-            self.ubatches.tune(
-                self.runner, self.scheduler, process.max_model_len, process.settings(), progress
-            )
+            self.ubatches.tune(self.runner, self.scheduler, *facts, progress)
 
     def start_engine(self, publish: Publish, wake_peers: Callable[[int], None]) -> RankInfo:
         """Make the engine, after all stages; size the cache first if that stage was left out."""
@@ -294,16 +294,14 @@ class Epoch:
             if not process.selection.all2all_class.needs_process_group:
                 # Only the rendezvous needed the sockets, and gloo's thread would poll them 100 times a second.
                 process_group.leave()
-            self.scheduler.speculator = make_speculator(
-                process.config.speculation, process.step_seconds
-            )
+            measured = process.step_seconds
+            self.scheduler.speculator = make_speculator(process.config.speculation, measured)
+            equal_tokens = self.backends.all2all.needs_equal_tokens
             self._parts.engine = Engine(
                 self.scheduler,
                 self.runner,
                 vote,
-                PlanConfig(
-                    self.backends.all2all.needs_equal_tokens, process.config.overlap.num_ubatches
-                ),
+                PlanConfig(equal_tokens, process.config.overlap.num_ubatches),
                 epoch=self.rendezvous.epoch,
                 publish=publish,
                 wake_peers=wake_peers,
@@ -315,6 +313,8 @@ class Epoch:
                 overlap=self.ubatches.policy,
                 prefill_cap=process.prefill_cap,
             )
+            wake, rebuilt = partial(self.engine.wake, -1), self.rendezvous.epoch > 0
+            process.kv_places.begin(process.config, process.caches, wake, wait=rebuilt)
         process.warm = True
         return process.info(self._graph_bytes + self.ubatches.graph_bytes, self.seconds)
 

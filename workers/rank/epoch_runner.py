@@ -24,11 +24,13 @@ from workers.rank.kv_sizing import (
     own_bytes,
 )
 from workers.rank.process import RankProcess
+from workers.rank.rank_images import run_largest
 from workers.rank.rank_info import Progress
 from workers.rank.warm_up_steps import WarmUpSteps
 from workers.runner.graph_sizes import GraphSizes
 from workers.runner.graph_times import agreed_times
 from workers.runner.model_runner import ModelRunner
+from workers.scheduler.image_queue import ImageQueue
 from workers.scheduler.scheduler import Scheduler
 from workers.speculation.synthetic import acceptance_of
 from workers.step.adapter_slots import AdapterSlots
@@ -60,6 +62,8 @@ class RunnerMaker:
             scheduler.adapters = AdapterSlots(
                 config.lora.max_loras, store.__contains__, store.write
             )
+        if process.images is not None:
+            scheduler.images = ImageQueue(process.images)
         drafts = None
         if self.draft is not None:
             most = config.speculation.num_draft_tokens
@@ -86,6 +90,13 @@ class RunnerMaker:
         """Bind the caches of the draft model, if there is one; later runners run it."""
         if self.draft is not None:
             self.draft.attention.bind(draft_caches)
+
+    def run_largest_image(self) -> None:
+        """Compile the kernels of the vision tower, and measure the memory of its largest call, on a GPU."""
+        process = self.process
+        if process.images is not None and process.device.type == "cuda":
+            with memory_for("the largest image (scheduler.max_image_tokens)"):
+                process.image_bytes = run_largest(process.images)
 
     def warm_up_steps(self) -> WarmUpSteps:
         """Return the steps that all ranks run alike, before there are requests."""
@@ -176,6 +187,7 @@ class RunnerMaker:
             weight_bytes=process.weight_bytes() + process.adapter_bytes,
             kv_bytes=steps.num_blocks * process.caches.block_bytes,
             state_bytes=process.caches.state_bytes,
+            image_bytes=process.image_bytes,
         )
         self.ubatches.bind(())
         return own

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from kernels.slot_table import SlotTable
 from workers.engine.expert_moves import ExpertMoves
 from workers.layers.moe import MoeBlock, SpareWeights, StagedMap, flat
 from workers.rank.peer_experts import PeerExperts
@@ -86,14 +85,8 @@ class ExpertStager:
         with torch.inference_mode(), self._on_stream():
             if places:
                 self._read(layer, {experts[place]: place for place in places}, spare)
-            table = SlotTable.of(
-                slots,
-                self._experts.base.starts,
-                self._experts.base.num_experts,
-                self._rank,
-                self._device,
-            )
-        return StagedLayer(layer, places, slots, StagedMap(experts, table))
+            new = StagedMap.of(slots, self._experts.base, self._rank, self._device)
+        return StagedLayer(layer, places, slots, new)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         if self._stream is None:

@@ -23,22 +23,25 @@ class OwnBytes:
     """Peak bytes of a rank beside its KV cache; `steps` is buffers and the rows of the largest step.
 
     states   of linear attention: running sequences and snapshots have slots of constant size
+    images   of the vision tower's largest call, and of its outputs that are kept
     """
 
     weights: int
     steps: int
     graphs: int
     states: int = 0
+    images: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.steps + self.graphs + self.states
+        return self.weights + self.steps + self.graphs + self.states + self.images
 
     def __str__(self) -> str:
         states = f", states of linear attention {size(self.states)}" if self.states else ""
+        images = f", images {size(self.images)}" if self.images else ""
         return (
             f"weights take {size(self.weights)}, buffers and the largest step {size(self.steps)}, "
-            f"CUDA graphs {size(self.graphs)}{states}"
+            f"CUDA graphs {size(self.graphs)}{states}{images}"
         )
 
 
@@ -51,8 +54,9 @@ def own_bytes(
     weight_bytes: int,
     kv_bytes: int,
     state_bytes: int = 0,
+    image_bytes: int = 0,
 ) -> OwnBytes:
-    """Measure a rank with weights, a KV cache and states of these sizes.
+    """Measure a rank with weights, a KV cache and states of these sizes, and images that take `image_bytes` beside.
 
     Collective; the runner cannot be used afterwards.
     """
@@ -64,7 +68,7 @@ def own_bytes(
     with memory_for("CUDA graphs"):
         graphs = graph_bytes(runner, graph_sizes)
     steps_bytes = peak - weight_bytes - kv_bytes - state_bytes
-    return OwnBytes(weight_bytes, steps_bytes, graphs, state_bytes)
+    return OwnBytes(weight_bytes, steps_bytes, graphs, state_bytes, image_bytes)
 
 
 def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
@@ -114,6 +118,7 @@ def check_longest_request_fits(
         raise ValueError(
             f"the GPU has room for {max(0, num_blocks)} KV blocks, one request of model.max_model_len "
             f"{max_model_len} needs {need}; {own}. Lower model.max_model_len, scheduler.max_num_batched_tokens"
-            f"{', cache.state_snapshots' if own.states else ''} or scheduler.max_num_seqs, "
+            f"{', cache.state_snapshots' if own.states else ''}"
+            f"{', scheduler.max_image_tokens' if own.images else ''} or scheduler.max_num_seqs, "
             "raise cache.memory_fraction, or take more ranks (cluster.ranks)"
         )

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 import torch
 
-from kernels.all2all.unbound import UnboundAllToAll
-from kernels.attention.dummy import DummyAttention
 from kernels.backends import select
 from kernels.host.cache_folder import use_cache_folder
 from kernels.host.links import HostNetwork
@@ -28,7 +26,8 @@ from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
 from workers.adapters.layout import slots_bytes
 from workers.adapters.store import AdapterStore, Gather
-from workers.config import RankConfig, not_for_answers
+from workers.config import RankConfig
+from workers.images.encoder import ImageEncoder
 from workers.kv_cache.caches import CacheMemory
 from workers.layers.builder import Placement
 from workers.models.decoder import DecoderLM
@@ -40,11 +39,14 @@ from workers.rank.backend_choice import (
     forced_routing,
     shared_settings,
     slow_attention,
+    warnings_of_answers,
 )
 from workers.rank.device_memory import memory_for
 from workers.rank.draft_model import DraftChoice, DraftHead, EpochDraft, with_attention
+from workers.rank.kv_places import KVPlaces
 from workers.rank.rank_adapters import load_adapters
 from workers.rank.rank_experts import RankExperts, take_place
+from workers.rank.rank_images import make_encoder
 from workers.rank.rank_info import Progress, RankInfo
 from workers.runner.graph_sizes import GraphSizes, graphs_to_capture
 from workers.sampling.grammar_compiler import GrammarCompiler
@@ -77,8 +79,10 @@ class RankProcess:
     model        the weights; an epoch runs them with its own backends
     draft        the draft model that the configuration wants, draft_model its weights; None: there is none
     adapters     LoRA adapters in host memory, and their slots on the device; None: lora.max_loras is 0
+    images       computes the embeddings of images; None: the model takes none
     experts      where the experts are
     caches       KV blocks and states with their contents
+    kv_places    where their contents move to and from
     warm         every kernel that a step may need has been compiled here
     overlap      the ubatch policy, which the first epoch tunes
     pace         the times of steps
@@ -106,11 +110,13 @@ class RankProcess:
         self.draft = DraftChoice.of(config, self.model_config, select.probe(self.device))
         self.draft_model: DraftHead | None = None
         self.adapters: AdapterStore | None = None
+        self.images: ImageEncoder | None = None
+        self.image_bytes = 0  # of the largest call of the vision tower, and of kept outputs
         drafting = () if self.draft is None else self.draft.kv_groups
         place = self.selection, self.shape, self.model_config.window, self.device
         self.caches = CacheMemory(config, *place, draft_groups=drafting)
-        self.warm = False
-        self.pace = Pace()
+        self.kv_places = KVPlaces()
+        self.warm, self.pace = False, Pace()
         self.step_seconds: StepSeconds | None = None  # measured where steps verify drafts in graphs
         self.prefill_cap = PrefillCap.of(config.scheduler, config.cache.block_size)
         self.epoch: ClosableEpoch | None = None
@@ -156,8 +162,7 @@ class RankProcess:
         names, kept = self.selection.names(), selection.names().items()
         if any(names[seam] != name for seam, name in kept if seam != "all2all"):
             # The weights, the caches and the states have the memory order of these backends.
-            self.backends, self.model, self.draft_model = None, None, None
-            self.adapters = None
+            self._drop_model()
             self.caches.free()
         if self.device.type == "cuda":
             self.warm, self.caches.kv_caches, self.caches.draft_caches = False, [], []
@@ -192,9 +197,7 @@ class RankProcess:
         """Build the backends of an epoch, with the grouped GEMM that the weights were made for. Collective."""
         built = select.build(self.selection, context)
         if self.backends is None:
-            self.backends = replace(
-                built, all2all=UnboundAllToAll(), attention=DummyAttention(built.attention)
-            )
+            self.backends = select.unbound(built)
         kept = self.backends
         return replace(built, grouped_gemm=kept.grouped_gemm, expert_load=kept.expert_load)
 
@@ -204,7 +207,7 @@ class RankProcess:
         gather   returns a value of every rank, by which the ranks agree on the adapters; None: there are no peers
         """
         if self.backends is None:
-            self.backends = self._unbound_backends()
+            self.backends = select.build_unbound(self.selection, self.backend_context(None))
         if self.grammars is None:
             self.grammars = GrammarCompiler(self.config.model.folder, self.model_config.vocab_size)
         with memory_for("the weights", self.weight_bytes()):
@@ -213,7 +216,7 @@ class RankProcess:
                 self._read_weights(model, progress)
                 model.filled()
                 self._load_draft(model, self.backends, progress)
-                self.model = model
+                self.model, self.images = model, make_encoder(model, self.config)
             else:
                 forced, model = self._forced_routing(), self.model
                 read = partial(self._read_weights, model, progress)
@@ -237,19 +240,10 @@ class RankProcess:
         """Bytes of the slots of adapters on the device."""
         return slots_bytes(self.model_config, self.config, self.rank)
 
-    def _unbound_backends(self) -> select.Backends:
-        context = self.backend_context(None)
-        attention = select.build_attention(self.selection, context)
-        linear = select.build_linear_attention(self.selection, context)
-        gemm = self.selection.grouped_gemm_class.build(context.shape)
-        return select.Backends(UnboundAllToAll(), gemm, DummyAttention(attention), linear)
-
     def _build_model(self, backends: select.Backends) -> DecoderLM:
         if self.rank == 0:
-            for warning in not_for_answers(self.config.model):
+            for warning in warnings_of_answers(self.config.model, self.model_config):
                 logger.warning("%s", warning)
-            for part in self.model_config.skipped_parts:
-                logger.warning("%s of the checkpoint is not loaded: only text is served", part)
         return DecoderLM(self.model_config, backends, **self._place(self.experts.map))
 
     def _place(self, expert_map: ExpertMap) -> dict[str, Any]:
@@ -353,19 +347,19 @@ class RankProcess:
         """Return the bytes of this rank's weights."""
         dtype = self.config.model.dtype
         assert dtype != "auto", "resolve_rank_config comes first"
-        configs = [self.model_config, *([] if self.draft is None else [self.draft.config])]
-        return sum(
-            rank_weight_bytes(
-                config,
-                self.experts.map,
-                self.rank,
-                dtype,
-                fp8_experts=self.selection.fp8_experts,
-                fp8_dense=self.selection.fp8_dense,
-                in_four_bits=self.selection.four_bit_experts,
-            )
-            for config in configs
+        count = partial(
+            rank_weight_bytes,
+            expert_map=self.experts.map,
+            rank=self.rank,
+            dtype=dtype,
+            fp8_experts=self.selection.fp8_experts,
+            fp8_dense=self.selection.fp8_dense,
+            in_four_bits=self.selection.four_bit_experts,
         )
+        if self.draft is None:
+            return count(self.model_config)
+        head_bytes = self.draft.head_bytes(self.model_config, fp8_dense=self.selection.fp8_dense)
+        return count(self.model_config) + count(self.draft.config) + head_bytes
 
     def info(self, graph_bytes: int, stage_seconds: dict[str, float]) -> RankInfo:
         """Describe this rank to the supervisor."""
@@ -387,14 +381,20 @@ class RankProcess:
             adapter_errors={} if self.adapters is None else dict(self.adapters.errors),
         )
 
+    def _drop_model(self) -> None:
+        """Release the weights, and all that has their memory order."""
+        if self.images is not None:
+            self.images.close()
+        self.backends, self.model, self.draft_model = None, None, None
+        self.adapters = self.images = None
+
     def close(self) -> None:
-        """Close the open epoch, stop the thread that compiles grammars, and release weights and KV memory."""
-        for part in (self.epoch, self.grammars):
+        """Close the open epoch, stop the threads, and release weights and KV memory."""
+        for part in (self.epoch, self.grammars, self.kv_places):
             if part is not None:
                 part.close()
-        self.backends, self.model, self.draft_model, self.epoch = None, None, None, None
+        self._drop_model()
+        self.epoch = None
         self.experts.close()
-        self.adapters = None
         self.caches.free()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()

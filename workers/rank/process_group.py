@@ -45,7 +45,8 @@ def local_rendezvous() -> Iterator[Rendezvous]:
     """Yield a rendezvous for processes of this machine, open while the block runs; for benchmarks and tests."""
     store = host_store("127.0.0.1")
     name = f"local-{secrets.token_hex(16)}"
-    yield Rendezvous("127.0.0.1", store.port, name, secret=secrets.token_bytes(32))
+    secret = secrets.token_bytes(32)
+    yield Rendezvous("127.0.0.1", store.port, name, secret=secret, store=name)
 
 
 def join(

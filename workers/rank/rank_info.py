@@ -25,6 +25,7 @@ class Rendezvous:
     name     that no other group uses, and that cannot be guessed: of the group's shared memory and keys in the store
     secret   signs the gathers; a rank alone needs none
     layout   of the experts, of any number of ranks; None: as the configuration has it
+    store    name of the group's KV in the memory of each node, in all epochs; "": there is none
     """
 
     host: str
@@ -33,6 +34,7 @@ class Rendezvous:
     epoch: int = 0
     secret: bytes = field(default=b"", repr=False)
     layout: ExpertLayout | None = field(default=None, repr=False)
+    store: str = ""
 
 
 class SignatureError(RuntimeError):

@@ -13,6 +13,7 @@ import torch
 
 from kernels.attention.batch import Axis
 from workers.kv_cache.manager import KVCacheManager
+from workers.runner.image_rows import ImageRows
 from workers.step.forward_batch import ForwardBatch, resolve_pending
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.sequence import InputBatch
@@ -61,11 +62,11 @@ class _Staging:
         used = 0
         for name, padded in self._fields:
             value = values[name]
-            size = num_rows if padded else value.size
+            size = num_rows * math.prod(value.shape[1:]) if padded else value.size
             filled = used + value.size
             array[used:filled].reshape(value.shape)[...] = value
             array[filled : used + size] = 0
-            places.append((name, used, used + size, () if padded else value.shape[1:]))
+            places.append((name, used, used + size, value.shape[1:]))
             used = _aligned(used + size)
         there = host
         if self._device is not None:
@@ -86,6 +87,7 @@ class ForwardBatchBuilder:
 
     adapters      sequences may have adapters
     shares        attention may read leading blocks that sequences share once
+    images        where the embeddings of images go; None: there are no images
     last_tokens   int64 [table rows and more], the token drawn last in each row, and drafts, for sequences with tokens
                   that are not yet on the host; None: there are no such sequences
     """
@@ -100,19 +102,22 @@ class ForwardBatchBuilder:
         *,
         adapters: bool = False,
         shares: bool = False,
+        images: ImageRows | None = None,
         last_tokens: torch.Tensor | None = None,
     ):
         self.last_tokens, self.max_num_tokens = last_tokens, max_num_tokens
-        self._table, self._cache, self._adapters = table, cache, adapters
-        self._shares = shares
+        self._table, self._cache, self._shares = table, cache, shares
+        self._adapters, self._images = adapters, images
         largest: dict[Axis, int] = {
             "row": max_num_tokens,
             "token": max_num_tokens,
             "seq": max_num_seqs,
             "logits": max_num_tokens,
             "block": cache.max_blocks,
+            "position": 3,
         }
         omitted = OPTIONAL - cache.batch_fields - ({"adapter_slots"} if adapters else set())
+        omitted -= frozenset() if images is None else images.fields
         self._staging = _Staging(ForwardBatch, largest, device, omitted)
 
     def build(
@@ -152,10 +157,12 @@ class ForwardBatchBuilder:
                 "logits_indices": query_start_loc[batch.logits_seqs + 1] - 1 - batch.logits_behind,
                 "sampling_rows": sampling_rows,
             }
-            | self._slots(row_of_token),
+            | self._slots(row_of_token)
+            | self._place_images(batch, starts, query_start_loc, (row_of_token, positions)),
         )
         if not adapters:
             device.pop("adapter_slots", None)
+        self._add_embeds(device, num_rows, graph=graph)
         if not graph:
             device["num_token_non_padded"] = num_tokens
             if self.last_tokens is not None:
@@ -173,6 +180,27 @@ class ForwardBatchBuilder:
             **(self._cache.shared_prefixes(rows) if self._shares else {}),
             **device,
         )
+
+    def _place_images(
+        self,
+        batch: ScheduledBatch,
+        starts: np.ndarray,
+        query_start_loc: np.ndarray,
+        tokens: tuple[np.ndarray, np.ndarray],
+    ) -> dict[str, np.ndarray]:
+        """tokens: table row and position of each."""
+        if self._images is None:
+            return {}
+        rows, positions = tokens
+        behind = positions + self._table.rope_deltas[rows]
+        return self._images.place(batch, starts, query_start_loc, behind)
+
+    def _add_embeds(self, fields: dict[str, Any], num_rows: int, *, graph: bool) -> None:
+        """Add the embeddings of images; without any, and without a graph, leave out the mask too."""
+        if self._images is not None and (graph or self._images.any):
+            fields["image_embeds"] = self._images.embeds_TXD[:num_rows]
+        else:
+            fields.pop("image_mask", None)
 
     def _slots(self, row_of_token: np.ndarray) -> dict[str, np.ndarray]:
         if not self._adapters:

@@ -248,8 +248,9 @@ class StepGraphs:
         """Plan attention for a replay; the batch was built with `key.rows` rows. Returns the graph to replay."""
         planner, prompts = self._planner(key), key.mode.takes_several_rows
         assert prompts or batch.forward_mode.is_decode_or_idle(), f"{key} takes one row a sequence"
-        form = self._forms(key)[-1]  # serves any batch
-        if key.mode != GraphMode.VERIFY:
+        if key.mode == GraphMode.VERIFY:
+            form = planner.drafts_form(key.rows)
+        else:
             form = planner.form(batch, key.rows, prompts=prompts)
         graph = self._graphs.get((key, form))
         assert isinstance(graph, ForwardGraph), f"a step replays {key}, which was not captured"
@@ -272,10 +273,10 @@ class StepGraphs:
         if key.drafts:
             assert self._drafts is not None, "there is no draft model"
             return self._drafts.forms(key)
-        prompts = key.mode.takes_several_rows
-        forms = self._planner(key).forms(key.rows, prompts=prompts)
-        # Drafts follow computed tokens, so forms for new prompts never serve them.
-        return forms[-1:] if key.mode == GraphMode.VERIFY else forms
+        planner = self._planner(key)
+        if key.mode == GraphMode.VERIFY:
+            return (planner.drafts_form(key.rows),)
+        return planner.forms(key.rows, prompts=key.mode.takes_several_rows)
 
     def _capture(self, key: GraphKey, form: GraphForm, *, run: bool) -> CapturedGraph:
         """Capture one graph. With `run` the forward first runs eagerly, so that kernels compile and allocate there."""

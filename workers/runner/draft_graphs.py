@@ -28,7 +28,8 @@ from workers.step.step_sync import GraphMode, StepPlan
 NO_TOKEN = -1
 """In place of a draft behind the memory of its sequence."""
 
-_COLUMNS = 5  # of a sequence, before its drafts: row with logits, row, position, end, draws that count or 0
+# Of a sequence, before its drafts: row with logits, row, position, end, delta, draws that count or 0.
+_COLUMNS = 6
 
 
 class DraftModel(Protocol):
@@ -82,6 +83,8 @@ class DraftGraphs:
         self._cache, self._last_tokens = cache, last_tokens
         self._attention.reserve_graphs(max(sizes.largest, max_seqs), max_seqs, cache.max_blocks)
         self._width = sizes.draft_tokens
+        heads = model.config.attention
+        self._three_positions = heads is not None and bool(heads.rope.sections)
         new: dict[str, Any] = {"dtype": torch.int64, "device": model.device}
         columns = _COLUMNS + self._width
         self._follow_T = torch.zeros(sizes.largest, **new)
@@ -116,8 +119,9 @@ class DraftGraphs:
         """Return the forms of attention to capture for a key."""
         if key.mode == GraphMode.DRAFT and key.drafts == 1:
             return (GraphForm.DECODES,)  # has no attention
-        forms = self._attention.forms(key.rows, prompts=key.mode.takes_several_rows)
-        return forms[-1:] if key.mode == GraphMode.VERIFY else forms
+        if key.mode == GraphMode.VERIFY:
+            return (self._attention.drafts_form(key.rows),)
+        return self._attention.forms(key.rows, prompts=key.mode.takes_several_rows)
 
     def run_first(self, key: GraphKey, batch: ForwardBatch, follow_T: np.ndarray) -> torch.Tensor:
         """Run the first pass over the rows of a step; return the states [T, D], until the next first pass.
@@ -178,7 +182,7 @@ class DraftGraphs:
         table = packed[1:].reshape(key.rows, columns)[:num_seqs]
         table[:, :_COLUMNS] = np.stack(
             (
-                *(rows.logits, rows.rows, rows.positions, rows.ends),
+                *(rows.logits, rows.rows, rows.positions, rows.ends, rows.deltas),
                 np.zeros(num_seqs, np.int64) if counts_S is None else counts_S,
             ),
             axis=1,
@@ -216,7 +220,7 @@ class DraftGraphs:
         num_rows = key.rows
         columns = _COLUMNS + self._width
         table = self._seqs[1 : 1 + num_rows * columns].view(num_rows, columns)
-        logits_R, rows_R, positions_R, ends_R, counts_R = table[:, :_COLUMNS].unbind(1)
+        logits_R, rows_R, positions_R, ends_R, deltas_R, counts_R = table[:, :_COLUMNS].unbind(1)
         counts_R = torch.where(counts_R > 0, counts_R, self._count(logits_R, table[:, _COLUMNS:]))
         positions_R = positions_R + counts_R - 1
         states_RD = self._states_TD.index_select(0, rows_R + counts_R - 1)
@@ -224,7 +228,7 @@ class DraftGraphs:
         self._drafts_RK[:num_rows, 0] = token_R
         for k in range(1, key.drafts):
             alive_R = positions_R + k < ends_R
-            states_RD = self._pass(positions_R + k, ends_R, token_R, states_RD)
+            states_RD = self._pass(positions_R + k, ends_R, deltas_R, token_R, states_RD)
             token_R = self._model.draft(states_RD)
             self._drafts_RK[:num_rows, k] = torch.where(alive_R, token_R, NO_TOKEN)
 
@@ -239,6 +243,7 @@ class DraftGraphs:
         self,
         position_R: torch.Tensor,
         ends_R: torch.Tensor,
+        deltas_R: torch.Tensor,
         token_R: torch.Tensor,
         states_RD: torch.Tensor,
     ) -> torch.Tensor:
@@ -252,11 +257,16 @@ class DraftGraphs:
         is_seq_R = torch.arange(num_rows, device=token_R.device) < self._seqs[0]
         lens_R = torch.where(is_seq_R, position_R + 1, 0)
         self._attention.shorten(lens_R.to(torch.int32), slots_R)
-        batch = self._batch(token_R, position_R)
+        batch = self._batch(token_R, position_R, deltas_R)
         return self._model.forward(batch, states_RD)
 
-    def _batch(self, token_R: torch.Tensor, position_R: torch.Tensor) -> ForwardBatch:
+    def _batch(
+        self, token_R: torch.Tensor, position_R: torch.Tensor, deltas_R: torch.Tensor
+    ) -> ForwardBatch:
         """Return the batch of a pass as the layers read it; the plan of attention has the rest."""
+        rope_R3 = None
+        if self._three_positions:
+            rope_R3 = (position_R + deltas_R).clamp_(min=0)[:, None].expand(-1, 3)
         num_rows, nothing = len(token_R), torch.empty(0, dtype=torch.int64, device=token_R.device)
         no_array = np.zeros(0, dtype=np.int64)
         return ForwardBatch(
@@ -268,6 +278,7 @@ class DraftGraphs:
             seq_lens_cpu=no_array,
             input_ids=token_R,
             positions=position_R,
+            rope_positions=rope_R3,
             block_table=nothing,
             slot_mapping=nothing,
             logits_indices=nothing,
@@ -282,7 +293,7 @@ class DraftGraphs:
         self._follow_T.fill_(IN_SEQUENCE)
         rows = np.arange(decodes.num_seqs)
         nothing = np.zeros_like(rows)
-        sequences = DraftRows(rows, nothing + 1, rows, rows, nothing, nothing, nothing)
+        sequences = DraftRows(rows, nothing + 1, rows, rows, *[nothing] * 4)
         drafts_SK = np.full((len(rows), self._width), NO_DRAFT)
         if key.mode == GraphMode.DRAFT:
             self._fill(key, sequences, drafts_SK, nothing + 1)

@@ -183,20 +183,26 @@ class DraftPasses:
             return states_AD
         assert count <= num_rows, f"{count} sequences do not fit in {num_rows} rows"
         table, positions = last.table[alive], last.positions[alive] + k
-        batch = self._decodes(table, positions, token_A, num_rows)
+        batch = self._decodes(table, positions, last.deltas[alive], token_A, num_rows)
         padded_TD = states_AD.new_zeros(num_rows, states_AD.shape[1])
         padded_TD[:count] = states_AD
         self.attention.plan(batch)
         return self.model.forward(batch, padded_TD)[:count]
 
     def _decodes(
-        self, table: np.ndarray, positions: np.ndarray, token_A: torch.Tensor, num_rows: int
+        self,
+        table: np.ndarray,
+        positions: np.ndarray,
+        deltas: np.ndarray,
+        token_A: torch.Tensor,
+        num_rows: int,
     ) -> ForwardBatch:
         """Return a batch of one row for each of these sequences, padded to `num_rows` rows."""
         count = len(table)
-        ids_T, positions_T = torch.zeros(2, num_rows, dtype=torch.int64, device=self._device)
+        found = torch.zeros(3, num_rows, dtype=torch.int64, device=self._device)
+        ids_T, positions_T, rope_T = found
         ids_T[:count] = token_A
-        positions_T[:count] = self._there(positions)
+        found[1:, :count] = self._there(np.stack((positions, positions + deltas)))
         longest = int(positions.max(initial=0)) + 1
         fields = self.cache.fields(table, table, positions, longest)
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -212,6 +218,7 @@ class DraftPasses:
             seq_lens_cpu=(positions + 1).astype(np.int32),
             input_ids=ids_T,
             positions=positions_T,
+            rope_positions=rope_T[:, None].expand(-1, 3),
             logits_indices=nothing,
             sampling_rows=nothing,
             sampling_rows_cpu=table[:0],

@@ -26,6 +26,7 @@ class LastRows:
     table      rows of the InputBatch
     positions  of the states
     ends       positions that the sequence has memory for
+    deltas     of the rotary embedding, see SequenceImages
     """
 
     seqs: np.ndarray
@@ -34,6 +35,7 @@ class LastRows:
     table: np.ndarray
     positions: np.ndarray
     ends: np.ndarray
+    deltas: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class DraftRows:
     logits         among all rows with logits
     rows           of the forward
     positions      of its token
-    seqs, table, ends   as LastRows
+    seqs, table, ends, deltas   as LastRows
     """
 
     seqs: np.ndarray
@@ -54,6 +56,7 @@ class DraftRows:
     positions: np.ndarray
     table: np.ndarray
     ends: np.ndarray
+    deltas: np.ndarray
 
     @classmethod
     def of(cls, scheduled: ScheduledBatch, batch: ForwardBatch, limit: int) -> "DraftRows":
@@ -69,6 +72,7 @@ class DraftRows:
             positions=batch.seq_lens_cpu[seqs] - num_logits,
             table=np.array([seq.row for seq in found], dtype=np.int64),
             ends=np.array([min(seq.capacity, limit) for seq in found], dtype=np.int64),
+            deltas=np.array([seq.rope_delta for seq in found], dtype=np.int64),
         )
 
     def last(self, counts_S: np.ndarray) -> LastRows:
@@ -81,6 +85,7 @@ class DraftRows:
             table=self.table,
             positions=self.positions + behind,
             ends=self.ends,
+            deltas=self.deltas,
         )
 
     def num_drafts(self, counts_S: np.ndarray, depth: int) -> np.ndarray:

@@ -55,6 +55,14 @@ class DraftStore:
         self._table, self._num_rows, self._num_drafts = table, num_rows, num_drafts
         self._last_tokens = last_tokens
         self._host_RK = np.zeros((num_rows, num_drafts), dtype=np.int64)
+        # Of each row the references to its drafts, by their number.
+        self._references: list[list[tuple[int, ...]]] = []
+        if last_tokens is not None:
+            firsts = (-1 - num_rows - row * num_drafts for row in range(num_rows))
+            self._references = [
+                [tuple(range(first, first - count, -1)) for count in range(num_drafts + 1)]
+                for first in firsts
+            ]
         self._pending: StepDrafts | None = None
 
     def put(
@@ -108,7 +116,5 @@ class DraftStore:
             if self._last_tokens is None:
                 found[seq] = Drafts.known(step.read(index, count))
                 continue
-            first = -1 - self._num_rows - row * self._num_drafts
-            references = tuple(range(first, first - count, -1))
-            found[seq] = Drafts(references, partial(step.read, index, count))
+            found[seq] = Drafts(self._references[row][count], partial(step.read, index, count))
         return found

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +19,10 @@ from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
 from workers.runner.draft_graphs import TargetStates
 from workers.runner.draft_passes import DraftPasses
-from workers.runner.draft_rows import DraftRows
-from workers.runner.draft_store import DraftStore, StepDrafts
+from workers.runner.draft_store import DraftStore
 from workers.runner.graph_sizes import GraphKey, GraphSizes
+from workers.runner.image_rows import ImageRows
+from workers.runner.ran import Forwarded, Ran, StepDraft
 from workers.runner.row_logits import batch_logits, prompt_logits
 from workers.sampling.grammar_bitmask import GrammarBitmasks, PendingBitmask
 from workers.sampling.logprobs import PromptLogprobs
@@ -35,21 +35,9 @@ from workers.step.step_output import RunTimes, StepOutput
 from workers.step.step_sync import StepPlan
 from workers.ubatch.wrapper import UBatchWrapper
 
-# hidden_TD; float32 logits_LV, if any row gives logits; hidden_TD after the layers that a draft model reads; the counts
-# of the experts' rows, in steps that read them.
-HiddenAfter = dict[int, torch.Tensor]
-Ran = tuple[torch.Tensor, torch.Tensor | None, HiddenAfter]
-Forwarded = tuple[torch.Tensor, torch.Tensor | None, HiddenAfter, torch.Tensor | None]
+BeforeDraws = Callable[[], None]
 _NO_TOKENS = SampledTokens(torch.empty(0, dtype=torch.int64), [])
 _NO_HIDDEN = torch.empty(0)
-
-
-class StepDraft(NamedTuple):
-    """What passes behind a step have drafted, and the times of those behind the step before, None without any."""
-
-    rows: DraftRows
-    drafts: StepDrafts
-    before: StepClock | None
 
 
 class ModelRunner:
@@ -83,16 +71,14 @@ class ModelRunner:
     ):
         self.model = model
         self.drafts, self._acceptance = drafts, acceptance
-        self.ubatches = ubatches
-        self.asynchronous = asynchronous
+        self.ubatches, self.asynchronous = ubatches, asynchronous
         self._backends = backends
         self._max_num_seqs, self._max_blocks = max_num_seqs, cache.max_blocks
         self.graphs: StepGraphs | None = None
         self._attention = backends.attention
         self._linear_attention = backends.linear_attention
         self._expert_load = backends.expert_load
-        self._rank = rank
-        self._device = device
+        self._rank, self._device = rank, device
         self._sampler = Sampler(table, max_num_seqs, model.config.vocab_size, device)
         self._prompt_logprobs = PromptLogprobs()
         self._pooling = PoolingHead(model)
@@ -120,12 +106,18 @@ class ModelRunner:
             device,
             adapters=adapters,
             shares=backends.attention.shared_reads is not None,
+            images=ImageRows.of(model, max_num_tokens),
             last_tokens=self._last_tokens,
         )
 
     @torch.inference_mode()
-    def launch(self, scheduled: ScheduledBatch, plan: StepPlan) -> Pending[StepOutput]:
+    def launch(
+        self, scheduled: ScheduledBatch, plan: StepPlan, before_draws: BeforeDraws | None = None
+    ) -> Pending[StepOutput]:
         """Launch this rank's part of a step. On CPU it has ended at the return; on a GPU it may not have begun.
+
+        before_draws   called once the forward is launched: then the host has the tokens that draws need; None: it has
+                       them now
 
         Call it on every rank in every step that runs, with tokens or without. Wait for the outputs in order; at most
         one output may be outstanding when the next step is launched.
@@ -139,7 +131,7 @@ class ModelRunner:
         )
         self._copy_states(scheduled.state_copies)
         forward = self._plan(batch, plan, key)
-        mask = self._start_mask(scheduled) if self._met_grammar else None
+        mask = self._start_mask(scheduled) if before_draws is None else None
         prepare = time.perf_counter() - started
         clock = StepClock(self._device)
         clock.mark()
@@ -149,6 +141,9 @@ class ModelRunner:
             self._backends.all2all.reset()
             raise
         clock.mark()
+        if before_draws is not None:
+            before_draws()
+            mask = self._start_mask(scheduled)
         if self._store is not None:
             self._store.settle()
             scheduled = self._store.resolve(scheduled, batch)
@@ -390,9 +385,13 @@ class ModelRunner:
         return sampled
 
     def _start_mask(self, scheduled: ScheduledBatch) -> PendingBitmask | None:
-        """Start to compute the grammar masks of the rows with logits."""
+        """Start to compute the grammar masks of the rows with logits; draws of ended sequences are dropped."""
+        if not self._met_grammar:
+            return None
         return self._masks.start(
-            (part.seq.grammar, part.draft_token_ids) for part in scheduled.parts if part.num_logits
+            (None if part.seq.finished else part.seq.grammar, part.draft_token_ids)
+            for part in scheduled.parts
+            if part.num_logits
         )
 
 

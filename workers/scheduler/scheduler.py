@@ -25,9 +25,12 @@ from workers.config import SchedulerConfig
 from workers.kv_cache.group import Prefix
 from workers.kv_cache.manager import KVCacheManager
 from workers.sampling import no_token
+from workers.scheduler.adapter_users import AdapterUsers
+from workers.scheduler.image_queue import ImageQueue
+from workers.scheduler.refusals import refusal_of
 from workers.speculation.speculator import Speculator
 from workers.step.adapter_slots import AdapterSlots
-from workers.step.grammar import Grammar
+from workers.step.grammar import Grammar, advance_all
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.sequence import (
     DECODE,
@@ -36,9 +39,9 @@ from workers.step.sequence import (
     InputBatch,
     ScheduledSequence,
     Sequence,
-    SequenceKind,
 )
 from workers.step.step_output import StepOutput
+from workers.step.step_sync import StepPlan
 from workers.wire.request import EngineRequest, RequestOutput
 
 MAX_HELD_BACK = 32  # waiting sequences that one step considers, of those that wait for blocks of other sequences
@@ -52,6 +55,7 @@ class Scheduler:
     cache        memory of the running sequences, with the contents that an earlier scheduler has left, all free
     speculator   drafts tokens of sequences that decode; None: every sequence gets one token a step
     adapters     slots of LoRA adapters; None: no sequence has one
+    images       sequences that wait for their images; None: no sequence has any
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager, max_model_len: int):
@@ -68,26 +72,39 @@ class Scheduler:
         self.num_invalid = 0  # requests that ended because of their logits
         self.speculator: Speculator | None = None
         self.adapters: AdapterSlots | None = None
-        self._slot_users: Counter[int] = Counter()  # running sequences by slot
-        self._adapter_wanted = 0
+        self.images: ImageQueue | None = None
+        self._adapter_users = AdapterUsers()
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence waits or runs."""
-        return bool(self._by_id)
+        """Whether a sequence runs or waits for its turn; one that waits for its images or for a load does neither."""
+        return bool(self.running or self.waiting)
 
     def add(self, request: EngineRequest, grammar: Grammar | None = None) -> str | None:
         """Queue `request`; return the reason why it can never run here, or None.
 
         `grammar` is fresh: the emitted tokens of the request advance it here.
         """
-        error = self._refusal(request) or _advance(grammar, request.emitted_token_ids)
+        limits = self.cache, self._max_model_len, self.adapters, self.images
+        error = refusal_of(request, *limits) or advance_all(grammar, request.emitted_token_ids)
         if error is None:
             seq = Sequence.from_request(request, self._max_model_len)
             seq.grammar = grammar
             seq.order = (request.priority, next(self._arrivals))
             self._by_id[request.request_id] = seq
-            insort(self.waiting, seq, key=_by_order)
+            if self._holds_images(seq, self.cache.lookup(seq)):
+                insort(self.waiting, seq, key=_by_order)
+        return error
+
+    def images_ready(self, request_id: str) -> str | None:
+        """Queue a request with embeddings that the encoder has made; return why it ends instead, or None."""
+        seq = None if self.images is None else self.images.take(request_id)
+        if seq is None or seq.images is None:
+            return None
+        insort(self.waiting, seq, key=_by_order)
+        error = seq.images.error
+        if error is not None:
+            self._finish(seq)
         return error
 
     def abort(self, request_id: str) -> Sequence | None:
@@ -113,12 +130,20 @@ class Scheduler:
         self.cache.close()
         while self.running:
             self._release(self.running.pop())
+        for seq in self._by_id.values():
+            if seq.images is not None:
+                seq.images.release()
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether a running sequence needs the tokens of the launched steps before its next step."""
+        """Whether a running sequence needs the tokens of the launched steps before its next step is scheduled.
+
+        A sequence of which only the next draw needs them does not, unless a draft model drafts behind the draws.
+        """
+        late = self.speculator is None or not self.speculator.uses_model
         return any(
-            seq.num_pending and (seq.needs_last_token or seq.speculates or seq.draft_token_ids)
+            seq.num_pending
+            and (seq.speculates or seq.draft_token_ids or (seq.needs_last_token and not late))
             for seq in self.running
         )
 
@@ -126,13 +151,7 @@ class Scheduler:
         """Return the fields of this rank's Vote that concern adapters."""
         if self.adapters is None:
             return {}
-        return {
-            "adapter_rows": batch is not None and batch.has_adapters,
-            "adapter_slots": sum(
-                1 << (slot - 1) for slot, users in self._slot_users.items() if users
-            ),
-            "adapter_wanted": self._adapter_wanted,
-        }
+        return self._adapter_users.vote(has_rows=batch is not None and batch.has_adapters)
 
     def schedule(self, prefill_cap: int = 0) -> ScheduledBatch:
         """Choose this step's sequences and allocate their memory.
@@ -142,7 +161,8 @@ class Scheduler:
         While tokens are pending the batch may be empty although there is work: then `commit` comes first.
         """
         budget = self._config.max_num_batched_tokens
-        self._adapter_wanted = 0
+        self._adapter_users.begin_step()
+        self.settle()
         if self.speculator is not None:
             self._draft(self.speculator, budget)
         prompts = prefill_cap if prefill_cap and self._config.chunked_prefill else budget
@@ -172,7 +192,7 @@ class Scheduler:
                 if self._preempt_last() is seq:
                     break
             else:
-                work.append(_part(seq, kind, num_new))
+                work.append(seq.part(kind, num_new))
                 budget -= num_new
                 prompts -= num_new if kind is PROMPT else 0
                 index += 1
@@ -181,33 +201,53 @@ class Scheduler:
             self._admit(min(budget, prompts), work)
         return ScheduledBatch.of(work, self._admitted, self.cache.copies)
 
+    def settle(self, *, idle: bool = False) -> None:
+        """Let sequences wait for their turn again when their loads have ended; `idle` as in KVCacheManager.settle."""
+        for seq in self.cache.settle(idle=idle):
+            insort(self.waiting, seq, key=_by_order)
+
     def launched(self, batch: ScheduledBatch) -> None:
         """Enter the launch of `batch`; `commit` follows for all launched batches in their order."""
         self._admitted.clear()
         self.table.launched(batch.seqs, batch.num_new_tokens, batch.num_logits)
         self.cache.launched(batch.seqs)
+        for seq in batch.seqs if batch.prefill_tokens else ():
+            if seq.images is not None:
+                seq.images.launched(seq.num_computed_tokens)
+
+    def follow(self, plan: StepPlan) -> None:
+        """Enter the plan of a step, before its launch."""
+        if self.adapters is not None:
+            self.adapters.follow(plan)
+        if self.images is not None:
+            self.images.follow(plan)
 
     def commit(self, batch: ScheduledBatch, step: StepOutput) -> list[RequestOutput]:
         """Enter the output of a launched step. Sequences that have finished or were aborted get no output."""
         outputs: list[RequestOutput | None] = []
         token_ids, end = step.token_ids, 0
+        drafts_of, all_drawn = (step.drafts or {}).get, min(token_ids, default=0) >= 0
         for index, (part, count) in enumerate(zip(batch.parts, step.counts, strict=True)):
             seq, start, end = part.seq, end, end + count
             seq.num_pending -= part.num_logits
             if seq.finished:
                 outputs.append(None)
-            else:
-                if part.kind is VERIFY:
-                    self.table.verified(seq, part.num_logits - count)
+                continue
+            if part.kind is VERIFY:
+                seq.verified(part.num_logits - count)
+            if seq.num_computed_tokens >= seq.next_full:
                 self.cache.commit(seq)
-                if part.ends_vector:
-                    assert step.vectors is not None, "the step has a vector to end"
-                    outputs.append(self._end_with_vector(seq, step.vectors[index]))
-                    continue
-                outputs.append(self._append(part, token_ids[start:end]) if count else None)
-                if self.speculator is not None and count and not seq.finished:
-                    drafts = None if step.drafts is None else step.drafts.get(index)
-                    self.speculator.committed(seq, drafts, (count - 1, len(part.draft_token_ids)))
+            if part.ends_vector:
+                assert step.vectors is not None, "the step has a vector to end"
+                outputs.append(self._end_with_vector(seq, step.vectors[index]))
+                continue
+            goes_on = all_drawn and seq.goes_on_behind(token_ids[start:end])
+            outputs.append(self._append(part, token_ids[start:end], goes_on) if count else None)
+            if self.speculator is not None and count and not seq.finished:
+                verified = count - 1, len(part.draft_token_ids)
+                self.speculator.committed(seq, drafts_of(index), verified)
+        self.table.committed(batch.seqs, token_ids, step.counts)
+        self.cache.committed()
         return step.attach(outputs)
 
     def check_integrity(self) -> None:
@@ -224,13 +264,15 @@ class Scheduler:
         for seq, drafts in speculator.drafts(seqs, len(decodes), free) if free > 0 else ():
             self.table.propose(seq, drafts)
 
-    def _append(self, part: ScheduledSequence, drawn: list[int]) -> RequestOutput:
-        """Append the tokens up to the first that ends the sequence of `part`."""
+    def _append(self, part: ScheduledSequence, drawn: list[int], goes_on: bool) -> RequestOutput:
+        """Append the tokens up to the first that ends the sequence of `part`; goes_on: none of them does."""
         seq, num_drafts = part.seq, len(part.draft_token_ids)
         drafts = (len(drawn) - 1, num_drafts - len(drawn) + 1) if num_drafts else None
         request_id, known = seq.request.request_id, len(seq.token_ids)
         finish_reason = None
-        for token_id in drawn:
+        if goes_on:
+            seq.token_ids += drawn
+        for token_id in () if goes_on else drawn:
             if token_id < 0 or seq.grammar is not None:
                 error = self._error_of(seq, token_id)
                 if error is not None:
@@ -273,25 +315,6 @@ class Scheduler:
         self.cache.forget(seq)  # the K and V of its blocks may be NaN too
         self.num_invalid += 1
 
-    def _refusal(self, request: EngineRequest) -> str | None:
-        length = len(request.prompt_token_ids)
-        longest = self._max_model_len - (request.pooling is None)  # a token follows
-        if not 0 < length <= longest:
-            return f"prompt of {length} tokens; must be 1 to {longest}"
-        total = min(length + request.params.max_tokens, self._max_model_len)
-        need = self.cache.demand.blocks(total)
-        if need > self.cache.num_blocks:
-            return (
-                f"prompt of {length} tokens plus up to {total - length} new ones needs {need} KV blocks; "
-                f"this rank has {self.cache.num_blocks} (cache.num_blocks)"
-            )
-        if request.adapter and not (self.adapters and self.adapters.is_loaded(request.adapter)):
-            return "the adapter of the request is not loaded on this rank; its log has the reason"
-        num_emitted = len(request.emitted_token_ids)
-        if num_emitted and num_emitted >= total - length:
-            return f"{num_emitted} tokens were emitted of at most {total - length}: the request has ended"
-        return None
-
     def _admit(self, budget: int, work: list[ScheduledSequence]) -> None:
         index = 0  # sequences before it wait for blocks of another sequence, or for a slot
         while index < min(len(self.waiting), MAX_HELD_BACK) and budget:
@@ -301,7 +324,10 @@ class Scheduler:
             # A preempted sequence needs all its tokens to be known.
             prefix = None if seq.num_pending else self.cache.lookup(seq)
             if prefix is None:
-                index += 1
+                if self.cache.park(seq):
+                    del self.waiting[index]
+                else:
+                    index += 1
                 continue
             num_remaining = seq.num_tokens - prefix.num_tokens
             num_new = min(num_remaining, budget)
@@ -309,29 +335,25 @@ class Scheduler:
                 break
             if not self.cache.fits(seq, prefix):
                 break
-            if not self._take_slot(seq):
+            if self.cache.begin_load(seq, prefix) or not self._holds_images(seq, prefix):
+                del self.waiting[index]
+                continue
+            if not self._adapter_users.take(seq, self.adapters):
                 index += 1
                 continue
             del self.waiting[index]
             self._start(seq, prefix, num_new)
             if self._config.chunked_prefill:
                 num_new = self.cache.chunk(seq, num_new)
-            work.append(_part(seq, PROMPT, num_new))
+            work.append(seq.part(PROMPT, num_new))
             budget -= num_new
 
-    def _take_slot(self, seq: Sequence) -> bool:
-        """Give `seq` the slot of its adapter; return False if it has to wait for one."""
-        if self.adapters is None:
+    def _holds_images(self, seq: Sequence, prefix: Prefix | None) -> bool:
+        """Return whether `seq` has the embeddings that it needs behind its prefix; else it waits for them."""
+        if seq.images is None:
             return True
-        slot = self.adapters.slot_of(seq.request.adapter)
-        if slot is None:
-            if not self._adapter_wanted and self.adapters.wants(seq.request.adapter):
-                self._adapter_wanted = seq.request.adapter
-            return False
-        seq.adapter_slot = slot
-        if slot:
-            self._slot_users[slot] += 1
-        return True
+        assert self.images is not None, "a request with images was not refused"
+        return self.images.holds(seq, 0 if prefix is None else prefix.num_tokens)
 
     def _start(self, seq: Sequence, prefix: Prefix, num_new: int) -> None:
         """Run `seq` from the end of its `prefix`; `num_new` tokens come first."""
@@ -357,8 +379,12 @@ class Scheduler:
         if seq.row >= 0:
             self.running.remove(seq)
             self._release(seq)
-        else:
+        elif seq in self.waiting:
             self.waiting.remove(seq)
+        elif self.images is not None:  # otherwise it waits for a load, which ends without it
+            self.images.drop(seq)
+        if seq.images is not None:
+            seq.images.release()
         del self._by_id[seq.request.request_id]
 
     def _release(self, seq: Sequence) -> None:
@@ -366,28 +392,6 @@ class Scheduler:
             self._admitted.remove(seq)
         self.cache.release(seq)
         self.table.remove(seq)
-        if seq.adapter_slot:
-            self._slot_users[seq.adapter_slot] -= 1
-            seq.adapter_slot = 0
-
-
-def _advance(grammar: Grammar | None, token_ids: list[int]) -> str | None:
-    """Advance `grammar` by `token_ids`; return its error, or None."""
-    if grammar is None:
-        return None
-    return next(filter(None, map(grammar.advance, token_ids)), None)
-
-
-def _part(seq: Sequence, kind: SequenceKind, num_new: int) -> ScheduledSequence:
-    """Return the part of `seq`, of its present kind, that computes its next `num_new` tokens."""
-    if kind is DECODE:
-        assert seq.decode_part is not None, f"{seq.request.request_id} has no row"
-        return seq.decode_part
-    if kind is PROMPT:
-        last, pooling = num_new == seq.num_remaining, seq.request.pooling
-        if pooling is None:
-            return ScheduledSequence(seq, kind, num_new, int(last))
-        start = seq.num_computed_tokens
-        rows = pooling.hidden_rows(start, start + num_new, last=last)
-        return ScheduledSequence(seq, kind, num_new, 0, hidden_rows=rows, ends_vector=last)
-    return ScheduledSequence(seq, kind, num_new, num_new, seq.draft_token_ids[: num_new - 1])
+        if seq.images is not None:
+            seq.images.release()
+        self._adapter_users.leave(seq)

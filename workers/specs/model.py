@@ -7,9 +7,10 @@ A model family reads config.json into a `ModelConfig`; all code outside `workers
 Knows nothing of ranks.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
+from pkgutil import resolve_name
 from typing import ClassVar, Literal
 
 from kernels.activation import Activation
@@ -18,6 +19,8 @@ from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from workers.specs.four_bit import FourBitForm
 from workers.specs.pooling import PoolingSpec
 from workers.specs.quantization import Quantization
+from workers.specs.rope import RopeSpec
+from workers.specs.vision import VisionSpec
 from workers.specs.weight_map import QUANTISABLE, WeightEntry
 
 # Yields the tensors of the checkpoint of a config, see `weight_map`.
@@ -27,19 +30,6 @@ DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16", "float16")
 QkNorm = Literal["head", "full"]
 ScoringFunc = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeSpec:
-    """Rotary embedding. `scaling` holds the type's parameters under transformers' names, without nulls.
-
-    interleaved   the checkpoint stores the two values of a pair side by side; False: half a head apart
-    """
-
-    rope_type: str = "default"
-    rope_theta: float = 10_000.0
-    scaling: Mapping[str, float | bool] = field(default_factory=dict, hash=False)
-    interleaved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +291,7 @@ class ModelConfig:
     mtp       the checkpoint's head for multi-token prediction as a model of one layer; None: no head that can be run
     pooling   how prompts become vectors or scores; None: the model generates
     has_logits, num_labels   whether the head of the vocabulary is loaded; classes of the classification head, or 0
+    vision    the vision tower; None: the model takes no images
     """
 
     model_type: str
@@ -327,6 +318,7 @@ class ModelConfig:
     pooling: PoolingSpec | None = None
     has_logits: bool = True
     num_labels: int = 0
+    vision: VisionSpec | None = None
 
     @property
     def num_layers(self) -> int:
@@ -383,14 +375,12 @@ class ModelConfig:
 
 @lru_cache(maxsize=4)  # benchmarks compare a few configs
 def weight_map(config: ModelConfig) -> tuple[WeightEntry, ...]:
-    """Return every tensor of the checkpoint but scales, in the order of the forward."""
-    entries = config.weight_entries(config)
-    quantization = config.quantization
-    if quantization is None:
-        return tuple(entries)
-    return tuple(
-        _stored(entry, quantization) if entry.kind in QUANTISABLE else entry for entry in entries
-    )
+    """Return every tensor of the checkpoint but scales, in the order of the forward, the vision tower last."""
+    entries, quantization = config.weight_entries(config), config.quantization
+    if quantization is not None:
+        entries = (_stored(it, quantization) if it.kind in QUANTISABLE else it for it in entries)
+    vision = config.vision
+    return (*entries, *(() if vision is None else resolve_name(vision.weights)(vision)))
 
 
 def _stored(entry: WeightEntry, quantization: Quantization) -> WeightEntry:

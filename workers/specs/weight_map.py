@@ -31,6 +31,8 @@ class WeightKind(StrEnum):
     PROJECTION = "projection"
     DOWN_PROJECTION = "down projection"
     DRAFT_PROJECTION = "projection of a drafter's inputs"
+    VISION = "matrix of the vision tower"  # which quantised checkpoints keep in 16 bits
+    POSITIONS = "positions of the vision tower"
     TOKEN_OFFSET = "token offset"  # from a drafter's number of a token to the model's, integers
 
 

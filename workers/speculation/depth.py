@@ -37,12 +37,14 @@ class Acceptance:
         self._guesses, self._right = PRIOR_GUESSES, prior * PRIOR_GUESSES
 
     def count(self, right: int, wrong: int) -> None:
-        """Count guesses, of which those that were right came first."""
-        for number, value in ((right, 1.0), (wrong, 0.0)):
-            left = self._decay**number
-            counted = (1 - left) / (1 - self._decay)
-            self._guesses = left * self._guesses + counted
-            self._right = left * self._right + value * counted
+        """Count guesses of one step, as if right and wrong ones were mixed evenly."""
+        number = right + wrong
+        if not number:
+            return
+        left = self._decay**number
+        counted = (1 - left) / (1 - self._decay)
+        self._guesses = left * self._guesses + counted
+        self._right = left * self._right + counted * right / number
 
     @property
     def share(self) -> float:

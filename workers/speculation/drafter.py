@@ -24,10 +24,12 @@ class Drafter(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def committed(self, seq: Sequence) -> Guesses:
+    def committed(self, seq: Sequence, verified: tuple[int, int]) -> Guesses:
         """Read the tokens that `seq` has got since the last call; the first call reads all of them.
 
         A guess counts if it was made of all tokens before it.
+
+        verified   accepted drafts, of so many that the step verified
         """
 
     def drafted(self, seq: Sequence, drafts: Drafts) -> None:

@@ -4,18 +4,15 @@ The runner computes the drafts on the device; here they wait for the next step o
 before the host has their tokens.
 """
 
-from typing import NamedTuple
+import sys
+from functools import cache
 
 from workers.speculation.drafter import Drafter, Guesses
 from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
 
-
-class Waiting(NamedTuple):
-    """Drafts that follow the first `num_tokens` tokens of a sequence."""
-
-    num_tokens: int
-    drafts: Drafts
+NO_GUESSES = Guesses(0, 0)
+NOTHING = sys.maxsize, Drafts.known(())
 
 
 class ModelDrafter(Drafter):
@@ -24,33 +21,38 @@ class ModelDrafter(Drafter):
     name = "model"
 
     def __init__(self) -> None:
-        self._waiting: dict[Sequence, Waiting] = {}
+        # Of each sequence, how many tokens it had, and the drafts that follow them.
+        self._waiting: dict[Sequence, tuple[int, Drafts]] = {}
 
     def drafted(self, seq: Sequence, drafts: Drafts) -> None:
-        self._waiting[seq] = Waiting(len(seq.token_ids), drafts)
+        self._waiting[seq] = len(seq.token_ids), drafts
 
-    def committed(self, seq: Sequence) -> Guesses:
-        before = self._waiting.pop(seq, None)
-        known = len(seq.token_ids)
-        if before is None or before.num_tokens >= known:
-            return Guesses(0, 0)
-        tokens, right = seq.token_ids[before.num_tokens :], 0
-        for token, draft in zip(tokens, before.drafts.read(), strict=False):
+    def committed(self, seq: Sequence, verified: tuple[int, int]) -> Guesses:
+        num_tokens, drafts = self._waiting.pop(seq, NOTHING)
+        if num_tokens >= len(seq.token_ids):
+            return NO_GUESSES
+        if verified[1] == len(drafts.references):
+            return _counted(*verified)
+        tokens, right = seq.token_ids[num_tokens:], 0
+        for token, draft in zip(tokens, drafts.read(), strict=False):
             if token != draft:
                 return Guesses(right, 1)
             right += 1
         return Guesses(right, 0)
 
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
-        waiting = self._waiting.get(seq)
-        if waiting is None or waiting.num_tokens != len(seq.token_ids):
+        num_tokens, drafts = self._waiting.get(seq, NOTHING)
+        if num_tokens != len(seq.token_ids):
             return ()
-        drafts = waiting.drafts
         return (drafts.references if seq.grammar is None else drafts.read())[:most]
 
     def has_drafts(self, seq: Sequence) -> bool:
-        waiting = self._waiting.get(seq)
-        return waiting is not None and len(waiting.drafts) > 0
+        return len(self._waiting.get(seq, NOTHING)[1]) > 0
 
     def forget(self, seq: Sequence) -> None:
         self._waiting.pop(seq, None)
+
+
+@cache
+def _counted(accepted: int, drafted: int) -> Guesses:
+    return Guesses(accepted, int(accepted < drafted))

@@ -29,7 +29,7 @@ class NGramDrafter(Drafter):
     def __init__(self) -> None:
         self._texts: dict[Sequence, Text] = {}
 
-    def committed(self, seq: Sequence) -> Guesses:
+    def committed(self, seq: Sequence, verified: tuple[int, int]) -> Guesses:
         text = self._texts.get(seq)
         if text is None:
             text = self._texts[seq] = Text.of(seq)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from workers.config import SpeculationConfig
 from workers.speculation.depth import (
     DECAY_OF_ALL,
     Acceptance,
@@ -16,16 +15,17 @@ from workers.speculation.depth import (
     choose_passes,
     least_share,
 )
-from workers.speculation.drafter import Drafter
+from workers.speculation.drafter import Drafter, Guesses
 from workers.speculation.model_drafter import ModelDrafter
 from workers.speculation.ngram import NGramDrafter
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize
 from workers.speculation.synthetic import SyntheticGuesses
+from workers.speculation_config import SpeculationConfig
 from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
 
 CHOOSE_EVERY = 8
-"""Steps from one choice of the draft model's passes to the next, which takes the time of several choices of drafts."""
+"""Steps from one choice of the least acceptance, and of a draft model's passes, to the next: each takes some 0.1 ms."""
 
 OF_ALL = 0.7
 """Weight of all sequences' guesses against those of a sequence, where it is judged whether its drafts pay."""
@@ -65,6 +65,8 @@ class Speculator:
         self._next_probe = 0  # step
         self._passes = self._most if self.uses_model else 0
         self._num_choices = 0
+        self._unsettled: list[tuple[Sequence, Guesses, tuple[int, int]]] = []
+        self._waiting: set[Sequence] = set()  # drafts of them do not pay
 
     def committed(
         self,
@@ -72,23 +74,46 @@ class Speculator:
         drafts: Drafts | None = None,
         verified: tuple[int, int] = (0, 0),
     ) -> None:
-        """Read the new tokens of `seq`, and decide whether its next step waits for them.
+        """Read the new tokens of `seq`; `settle` follows.
 
         drafts     of a draft model, that follow the new tokens
         verified   accepted drafts, of so many that the step verified
         """
-        acceptance = self._acceptance.get(seq)
-        if acceptance is None:
-            acceptance = self._acceptance[seq] = Acceptance(self._of_all.share)
-        guesses = self._drafter.committed(seq)
-        if self._synthetic is not None:
-            guesses = self._synthetic.counted(guesses, verified)
-        if seq not in self._left_out:
-            acceptance.count(*guesses)
-            self._of_all.count(*guesses)
-        if drafts:
+        self._unsettled.append((seq, self._drafter.committed(seq, verified), verified))
+        if drafts is not None and drafts.references:
             self._drafter.drafted(seq, drafts)
-        seq.speculates = self._pays(seq) and self._drafter.has_drafts(seq)
+
+    def settle(self) -> None:
+        """Count the guesses of the sequences with new tokens, and decide whether their next steps wait for tokens.
+
+        A step may be launched between `committed` and this call: no launch waits for it.
+        """
+        unsettled, self._unsettled = self._unsettled, []
+        all_right = all_wrong = 0
+        for seq, guesses, verified in unsettled:
+            if seq.finished:
+                continue
+            acceptance = self._acceptance.get(seq)
+            if acceptance is None:
+                acceptance = self._acceptance[seq] = Acceptance(self._of_all.share)
+            if self._synthetic is not None:
+                guesses = self._synthetic.counted(guesses, verified)
+            if seq not in self._left_out:
+                right, wrong = guesses
+                acceptance.count(right, wrong)
+                all_right += right
+                all_wrong += wrong
+        self._of_all.count(all_right, all_wrong)
+        for seq, _, _ in unsettled:
+            if seq.finished:
+                continue
+            pays = self._pays(seq)
+            if pays:
+                self._waiting.discard(seq)
+                self._patience[seq] = PATIENCE
+            else:
+                self._waiting.add(seq)
+            seq.speculates = pays and self._drafter.has_drafts(seq)
 
     def _pays(self, seq: Sequence) -> bool:
         """Return whether a draft of `seq` is expected to pay; it may have none."""
@@ -114,14 +139,16 @@ class Speculator:
         if self._adaptive:
             self._judge(seqs, num_decodes, budget)
         most = min(self._most, budget)
-        seqs = [seq for seq in seqs if seq not in self._left_out]
+        seqs = [seq for seq in seqs if seq not in self._waiting]
         found = [(seq, drafts) for seq in seqs if (drafts := self._drafter.propose(seq, most))]
         if not found:
             self._costs.relax()
             return
         available_S = np.array([len(drafts) for _, drafts in found])
         if self._adaptive:
-            acceptance_S = np.array([self._acceptance[seq].share for seq, _ in found])
+            # A sequence may have drafts behind its first token before that token is settled.
+            known, of_all = self._acceptance.get, self._of_all
+            acceptance_S = np.array([known(seq, of_all).share for seq, _ in found])
             num_drafts = min(budget, int(available_S.sum()))
             costs_N = self._costs.expected(num_decodes, num_drafts, self._passes)
             depths = choose_depths(acceptance_S, available_S, num_decodes, costs_N)
@@ -135,16 +162,16 @@ class Speculator:
                 yield seq, drafts[:depth]
 
     def _judge(self, seqs: list[Sequence], num_decodes: int, budget: int) -> None:
-        """Find the acceptance from which drafts pay; of a draft model also how many tokens it drafts, now and then.
+        """Find the acceptance from which drafts pay, and how many tokens a draft model drafts, now and then.
 
         Drafts pay if they do with some number of passes, whatever the present number is.
         """
+        self._num_choices += 1
+        if self._num_choices % CHOOSE_EVERY != 1:
+            return
         if not self.uses_model:
             costs_N = self._costs.expected(num_decodes, num_decodes * self._most)
             self._least = least_share(costs_N[num_decodes - 1 :: num_decodes])
-            return
-        self._num_choices += 1
-        if self._num_choices % CHOOSE_EVERY != 1:
             return
         costs = [
             self._costs.expected(num_decodes, num_decodes * count, count)
@@ -169,11 +196,10 @@ class Speculator:
         """
         pays, waiting = False, []
         for seq in seqs:
-            if self._pays(seq):
-                pays = True
-                self._patience[seq] = PATIENCE
-            else:
+            if seq in self._waiting or (seq not in self._acceptance and not self._pays(seq)):
                 waiting.append(seq)
+            else:
+                pays = True
         if waiting and step >= self._next_probe:
             self._next_probe = (step // PAUSE + 1) * PAUSE
             probing = next((seq for seq in waiting if seq not in self._left_out), waiting[0])
@@ -190,7 +216,9 @@ class Speculator:
 
     def left_out(self, seqs: Iterable[Sequence]) -> None:
         """Draft no more of these sequences: the draft model does not read their next step."""
-        self._left_out.update(seqs)
+        found = list(seqs)
+        self._left_out.update(found)
+        self._waiting.update(found)
 
     def observe(self, size: StepSize, seconds: float) -> None:
         """Count a step without prompts."""
@@ -201,6 +229,7 @@ class Speculator:
         self._acceptance.pop(seq, None)
         self._patience.pop(seq, None)
         self._left_out.discard(seq)
+        self._waiting.discard(seq)
         self._drafter.forget(seq)
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence as Values
 
 import numpy as np
 
-from workers.config import SpeculationConfig
 from workers.sampling.token_sampling import uniforms
 from workers.speculation.drafter import Guesses
+from workers.speculation_config import SpeculationConfig
 from workers.step.scheduled_batch import NO_DRAFT, ScheduledBatch
 from workers.step.sequence import Sequence
 from workers.step.step_output import count_draws

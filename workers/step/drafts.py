@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)  # Not frozen: one is made for each sequence of a step.
 class Drafts:
     """Tokens that may follow a sequence.
 

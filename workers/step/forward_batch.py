@@ -1,6 +1,6 @@
 """`ForwardBatch`: all tensors of one forward. Knows nothing of requests; `batch_builder` fills it.
 
-T rows (padding included), B sequences, L rows with logits.
+T rows (padding included), B sequences, L rows with logits, X outputs of a vision tower, D hidden.
 """
 
 from dataclasses import dataclass, replace
@@ -31,6 +31,10 @@ class ForwardBatch(AttentionBatch):
     spread_copies          rows take all copies of their experts in turn, because prompts bring many rows; otherwise one
                            copy of each expert, because decodes read weights
     adapter_slots          int64 [T]: slot of each row's adapter, 0 for none; None: no row of any rank has an adapter
+    rope_positions         int64 [T, 3]: positions of rows for the rotary embedding; None: `positions` three times
+    image_mask             int64 [T]: 1 for a row of an image, else 0; None: no row is of an image
+    image_embeds           [T, X, D] in the model's dtype, of rows of images: the embedding, then what the first layers
+                           add; of other rows 0 behind the first output. None as `image_mask`
     """
 
     num_token_non_padded: Annotated[int | torch.Tensor, Shape()]
@@ -42,6 +46,9 @@ class ForwardBatch(AttentionBatch):
     sampling_positions_cpu: Annotated[np.ndarray, Shape("logits")]
     spread_copies: bool = True
     adapter_slots: Annotated[torch.Tensor | None, Shape("row")] = None
+    rope_positions: Annotated[torch.Tensor | None, Shape("row", "position")] = None
+    image_mask: Annotated[torch.Tensor | None, Shape("row")] = None
+    image_embeds: Annotated[torch.Tensor | None, Shape("row")] = None
 
     @property
     def forward_mode(self) -> ForwardMode:

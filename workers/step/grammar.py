@@ -39,3 +39,10 @@ def plain(error: str) -> str:
     """Return an error of llguidance in plain words, without the place holder for text that `limits` leaves out."""
     text = error.replace("<non-verbose/>", "").strip()
     return text.replace("NoExtensionBias", "no text matches it from here on")
+
+
+def advance_all(grammar: Grammar | None, token_ids: list[int]) -> str | None:
+    """Advance `grammar` by `token_ids`; return its error, or None."""
+    if grammar is None:
+        return None
+    return next(filter(None, map(grammar.advance, token_ids)), None)

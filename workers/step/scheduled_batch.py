@@ -34,6 +34,7 @@ class ScheduledBatch:
     pooled_seqs      indices of the sequences that give hidden states for their vectors, or end with them
     admitted         sequences that moved into their rows since the last launched step
     has_adapters     a sequence has an adapter
+    draws_late       a draw needs the token before it on the host, which the step before still computes
     decodes_next     a sequence with a new token may go on, and so decodes in the next step
     state_copies     (source slot, target slot) of states of linear attention, to copy in this order before the forward
     """
@@ -52,6 +53,7 @@ class ScheduledBatch:
     pooled_seqs: list[int]
     admitted: list[Sequence]
     has_adapters: bool
+    draws_late: bool
     decodes_next: bool
     state_copies: tuple[tuple[int, int], ...]
 
@@ -98,6 +100,7 @@ class ScheduledBatch:
             pooled_seqs=_pooled(parts) if any(part.gives_hidden for part in others) else [],
             admitted=list(admitted),
             has_adapters=any(part.seq.adapter_slot for part in parts),
+            draws_late=any(part.seq.needs_last_token and part.seq.num_pending for part in parts),
             decodes_next=any(part.num_logits and _goes_on(part.seq) for part in parts),
             state_copies=state_copies,
         )

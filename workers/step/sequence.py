@@ -8,6 +8,7 @@ from enum import Enum
 import numpy as np
 
 from workers.step.grammar import Grammar
+from workers.step.images import SequenceImages
 from workers.wire.request import EngineRequest, FinishReason
 
 
@@ -28,9 +29,9 @@ class SequenceKind(Enum):
 PROMPT, DECODE, VERIFY = SequenceKind
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)  # Not frozen: that takes most of the time to make one.
 class ScheduledSequence:
-    """The part of one sequence in a step.
+    """The part of one sequence in a step. Nothing changes it.
 
     num_new          tokens that the step computes, one row of the forward each
     num_logits       how many of these rows, the last ones, give logits, from each of which a token is drawn
@@ -76,7 +77,9 @@ class Sequence:
     needs_last_token   its logits processors or its grammar read the last token on the host
     speculates         a drafter reads the last token on the host before the next step
     adapter_slot       slot of its adapter while it has a row; 0: it has none
+    load_tried         preemptions + 1 at its last attempt to load a prefix from outside the device; 0: none
     finished           the request has ended; outputs of launched steps are dropped
+    images             of its prompt; None: it has none
     """
 
     request: EngineRequest
@@ -98,14 +101,19 @@ class Sequence:
     needs_last_token: bool = False
     speculates: bool = False
     adapter_slot: int = 0
+    load_tried: int = 0
     finished: bool = False
+    images: SequenceImages | None = None
 
     @classmethod
     def from_request(cls, request: EngineRequest, max_model_len: int = sys.maxsize) -> "Sequence":
         """Return a sequence without computed tokens: prompt and emitted tokens are known."""
         longest = len(request.prompt_token_ids) + request.params.max_tokens
         known = request.prompt_token_ids + request.emitted_token_ids
-        return cls(request, known, max_num_tokens=min(longest, max_model_len))
+        seq = cls(request, known, max_num_tokens=min(longest, max_model_len))
+        if request.images:
+            seq.images = SequenceImages(request.images, len(request.prompt_token_ids))
+        return seq
 
     @property
     def num_tokens(self) -> int:
@@ -116,6 +124,11 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Output tokens so far."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def rope_delta(self) -> int:
+        """Position of an output token for the rotary embedding, less its place."""
+        return 0 if self.images is None else self.images.delta
 
     @property
     def kind(self) -> SequenceKind:
@@ -143,6 +156,35 @@ class Sequence:
             return pooling is not None and self.num_computed_tokens == len(self.token_ids)
         return len(self.token_ids) + self.num_pending >= self.max_num_tokens
 
+    def verified(self, num_rejected: int) -> None:
+        """Drop the drafts; the K and V of the last `num_rejected` computed tokens do not count."""
+        assert self.row >= 0, f"{self.request.request_id} lost its row with drafts in flight"
+        self.draft_token_ids = ()
+        self.num_computed_tokens -= num_rejected
+
+    def part(self, kind: SequenceKind, num_new: int) -> ScheduledSequence:
+        """Return the part of a step that computes the next `num_new` tokens; kind: the present one."""
+        if kind is DECODE:
+            assert self.decode_part is not None, f"{self.request.request_id} has no row"
+            return self.decode_part
+        if kind is VERIFY:
+            drafts = self.draft_token_ids[: num_new - 1]
+            return ScheduledSequence(self, kind, num_new, num_new, drafts)
+        last, pooling = num_new == self.num_remaining, self.request.pooling
+        if pooling is None:
+            return ScheduledSequence(self, kind, num_new, int(last))
+        start = self.num_computed_tokens
+        rows = pooling.hidden_rows(start, start + num_new, last=last)
+        return ScheduledSequence(self, kind, num_new, 0, hidden_rows=rows, ends_vector=last)
+
+    def goes_on_behind(self, token_ids: list[int]) -> bool:
+        """Return whether none of these next tokens can be the last one; False with a grammar."""
+        return (
+            self.grammar is None
+            and len(self.token_ids) + len(token_ids) < self.max_num_tokens
+            and self.request.params.stop_token_ids.isdisjoint(token_ids)
+        )
+
     def finish_reason(self) -> FinishReason | None:
         """Return the reason why the token just appended is the last token, or None."""
         if self.token_ids[-1] in self.request.params.stop_token_ids:
@@ -155,8 +197,8 @@ class Sequence:
 class InputBatch:
     """Tokens of the running sequences, one row each, so that a batch is gathered without Python loops.
 
-    token_ids int32 [rows, max_model_len]; num_computed_tokens and adapter_slots int64 [rows]. The groups of the KV
-    cache keep what they have of each sequence by its row too.
+    token_ids int32 [rows, max_model_len]; num_computed_tokens, adapter_slots and rope_deltas int64 [rows]. The groups
+    of the KV cache keep what they have of each sequence by its row too. rope_deltas are those of SequenceImages.
 
     In place of a pending token, token_ids holds -1 - row: a forward finds the token on the device by that number. In
     place of draft k of K of a row, it may hold -1 - rows - (row * K + k).
@@ -166,6 +208,7 @@ class InputBatch:
         self.token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
         self.num_computed_tokens = np.zeros(num_rows, dtype=np.int64)
         self.adapter_slots = np.zeros(num_rows, dtype=np.int64)
+        self.rope_deltas = np.zeros(num_rows, dtype=np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
@@ -176,6 +219,7 @@ class InputBatch:
         self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
         self.num_computed_tokens[seq.row] = seq.num_computed_tokens
         self.adapter_slots[seq.row] = seq.adapter_slot
+        self.rope_deltas[seq.row] = seq.rope_delta
 
     def remove(self, seq: Sequence) -> None:
         """Free the row of `seq`."""
@@ -196,6 +240,22 @@ class InputBatch:
             self.token_ids[seq.row, seq.num_tokens] = token_id
         seq.token_ids.append(token_id)
 
+    def committed(self, seqs: list[Sequence], token_ids: list[int], counts: list[int]) -> None:
+        """Enter the last tokens of `seqs` and how many tokens are computed, of those that still have a row.
+
+        token_ids   of all sequences, one after another; `counts` has their numbers
+        """
+        rows, counts_B = self.rows_of(seqs), np.array(counts, dtype=np.int64)
+        kept_B = rows >= 0
+        self.num_computed_tokens[rows[kept_B]] = np.array(
+            [seq.num_computed_tokens for seq in seqs], dtype=np.int64
+        )[kept_B]
+        ends_B = np.array([len(seq.token_ids) for seq in seqs], dtype=np.int64)
+        places = np.arange(len(token_ids)) + np.repeat(ends_B - counts_B.cumsum(), counts_B)
+        kept = np.repeat(kept_B, counts_B)
+        place = np.repeat(rows, counts_B)[kept], places[kept]
+        self.token_ids[place] = np.array(token_ids, dtype=np.int64)[kept]
+
     def propose(self, seq: Sequence, draft_token_ids: Iterable[int]) -> None:
         """Let the next step verify drafts or references, as many as `seq` may have tokens before its last.
 
@@ -208,13 +268,6 @@ class InputBatch:
             drafts = drafts[: seq.grammar.num_allowed(drafts)]
         seq.draft_token_ids = drafts
         self.token_ids[seq.row, start : start + len(seq.draft_token_ids)] = seq.draft_token_ids
-
-    def verified(self, seq: Sequence, num_rejected: int) -> None:
-        """Drop the drafts of `seq`; the K and V of the last `num_rejected` computed tokens do not count."""
-        assert seq.row >= 0, f"{seq.request.request_id} lost its row with drafts in flight"
-        seq.draft_token_ids = ()
-        seq.num_computed_tokens -= num_rejected
-        self.num_computed_tokens[seq.row] = seq.num_computed_tokens
 
     def launched(
         self, seqs: list[Sequence], num_new_tokens: np.ndarray, num_logits: np.ndarray

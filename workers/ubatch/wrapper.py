@@ -96,6 +96,10 @@ class UBatchWrapper:
         forms = first.forms(num_rows // self.num_ubatches, prompts=prompts)
         return tuple(form for form in forms if form != GraphForm.EVEN_DECODES)
 
+    def drafts_form(self, num_rows: int) -> GraphForm:
+        """See GraphAttention."""
+        return self._graph_planners()[0].drafts_form(num_rows)
+
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
         """Return the form that serves all ubatches of the batch; shared blocks of one ubatch are enough for that."""
         *special, general = self.forms(num_rows, prompts=prompts)

@@ -52,6 +52,10 @@ def init_of(entry: WeightEntry, *, tied: bool) -> Init:
         return Init(0.0)
     if kind == WeightKind.CONVOLUTION:
         return Init(1 / math.sqrt(entry.shape[-1]))
+    if kind == WeightKind.POSITIONS:
+        return Init(0.5)
+    if kind == WeightKind.VISION:  # the product of patches has the channels in the place of columns
+        return Init(1 / math.sqrt(math.prod(entry.shape[1:])))
     if kind == WeightKind.DECAY:
         return Init(1.5, mean=-2.0)  # some heads forget at once, others remember hundreds of tokens
     return Init(GAINS.get(kind, 1.0) / math.sqrt(entry.columns))

@@ -5,7 +5,7 @@ from collections.abc import Container
 from kernels.four_bit_format import FourBitFormat
 from kernels.routing.expert_map import ExpertMap
 from workers.specs.model import DtypeName, ModelConfig, weight_map
-from workers.specs.weight_map import FP8_BLOCK, QUANTISABLE, Scaling, WeightEntry
+from workers.specs.weight_map import FP8_BLOCK, FP8_SCALE_BYTES, QUANTISABLE, Scaling, WeightEntry
 
 # Weights that `LayerBuilder.linear` allocates; all others keep the model's dtype.
 DENSE = (
@@ -141,6 +141,20 @@ def rank_weights(
         for entry in weight_map(config)
         if (experts is None if entry.expert is None else is_local(entry))
     ]
+
+
+def draft_head_bytes(config: ModelConfig, *, fp8_dense: bool) -> int:
+    """Return the bytes of the output head's copy in FP8, by which a head for multi-token prediction drafts; 0: none.
+
+    A model with dense weights in FP8 has one, where the product takes the head's shape. Drafts are verified, so they
+    need not be those of the head itself, and a draft of one row takes as long as it takes to read the head.
+    """
+    rows, columns = config.vocab_size, config.hidden_size
+    fits = rows % FP8_ROWS == 0 and columns % FP8_BLOCK == 0
+    if not (fp8_dense and fits and fp8_parameters(config)):
+        return 0
+    blocks = -(-rows // FP8_BLOCK) * (columns // FP8_BLOCK)
+    return rows * columns + FP8_SCALE_BYTES * blocks
 
 
 def rank_weight_bytes(

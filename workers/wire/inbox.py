@@ -1,22 +1,24 @@
 """Messages to a rank while it serves: submit or abort a request, wake up for a vote.
 
 Sent over ZeroMQ like the tokens: a request reaches the engine 0.3 ms after it was sent; a call of the Ray actor took
-2 ms. Messages of one sender arrive in order, so an abort never overtakes its request. After a message that is missing
-or cannot be read, an inbox takes no more of that stream, until the ingress has opened another one. Every message
-carries its epoch, and an inbox drops messages of other epochs. Knows nothing of Ray.
+2 ms. The pixels of a request's images follow it as frames of the same message. Messages of one sender arrive in order,
+so an abort never overtakes its request. After a message that is missing or cannot be read, an inbox takes no more of
+that stream, until the ingress has opened another one. Every message carries its epoch, and an inbox drops messages of
+other epochs. Knows nothing of Ray.
 """
 
 import json
 import logging
 import threading
 from array import array
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import zmq
 
 from kernels.host.owned import start_thread
 from workers.wire.numbering import UNCHECKED, ReceivedStream, split
-from workers.wire.request import EngineRequest, PoolingParams, SamplingParams
+from workers.wire.request import EngineRequest, ImageInput, PoolingParams, SamplingParams
 from workers.wire.secure_socket import Sender, StreamAddress, listen, new_context
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class InboxSender:
 
     def submit(self, request: EngineRequest) -> None:
         """Run a request; its tokens are sent to its ingress."""
-        self._send("submit", _fields(request))
+        self._send("submit", _fields(request), *(image.pixels for image in request.images))
 
     def abort(self, request_id: str) -> None:
         """End a request; a rank ignores ids of requests that have ended."""
@@ -72,9 +74,9 @@ class InboxSender:
         """Drop queued messages and disconnect."""
         self._sender.close()
 
-    def _send(self, kind: str, value: Any) -> None:
+    def _send(self, kind: str, value: Any, *frames: bytes) -> None:
         message = json.dumps((self._epoch, kind, value), default=list)  # sets become lists
-        self._sender.send(message.encode())
+        self._sender.send(message.encode(), *frames)
 
 
 class Inbox:
@@ -133,7 +135,7 @@ class Inbox:
     def _run(self) -> None:
         try:
             while True:
-                self._receive(self._socket.recv())
+                self._receive(*self._socket.recv_multipart())
         except zmq.ContextTerminated:
             pass
         finally:
@@ -145,12 +147,12 @@ class Inbox:
         if self._target is not None:
             self._target[0].fail(error)
 
-    def _receive(self, data: bytes) -> None:
+    def _receive(self, data: bytes, *frames: bytes) -> None:
         stream, number, message = split(data)
         with self._lock:
             if stream == UNCHECKED:
-                self._deliver(message)
-            elif self._continues(stream, number) and not self._deliver(message):
+                self._deliver(message, frames)
+            elif self._continues(stream, number) and not self._deliver(message, frames):
                 self._streams[stream].broken = True
 
     def _continues(self, stream: bytes, number: int) -> bool:
@@ -167,7 +169,7 @@ class Inbox:
             )
         return not found.broken
 
-    def _deliver(self, data: bytes) -> bool:
+    def _deliver(self, data: bytes, frames: tuple[bytes, ...]) -> bool:
         """Deliver one message. A message that cannot be read is logged, and refused if it names its request.
 
         Returns False if it could be neither delivered nor refused: its request would wait for ever.
@@ -183,7 +185,7 @@ class Inbox:
             if sent_in != epoch:
                 self._count_stale(sent_in, epoch)
                 return True
-            value = _READERS[kind](value)
+            value = _READERS[kind](value, *frames)
         except Exception as error:
             logger.warning("dropped a message that cannot be read: %r in %.200r", error, data)
             return _refuse(message, receiver, repr(error))
@@ -208,11 +210,22 @@ def _refuse(message: Any, receiver: Receiver, error: str) -> bool:
 
 def _fields(request: EngineRequest) -> dict[str, Any]:
     pooling = request.pooling
-    found = {**vars(request), "params": vars(request.params)}
+    images = [
+        {**vars(image), "digest": image.digest.hex(), "pixels": None} for image in request.images
+    ]
+    found = {**vars(request), "params": vars(request.params), "images": images}
     return found if pooling is None else found | {"pooling": vars(pooling)}
 
 
-def _request(fields: dict[str, Any]) -> EngineRequest:
+def _image(fields: dict[str, Any], pixels: bytes) -> ImageInput:
+    grid, digest = tuple(map(_integer, fields["grid_thw"])), bytes.fromhex(fields["digest"])
+    _integer(fields["offset"]), _integer(fields["num_tokens"])
+    return ImageInput(**fields | {"grid_thw": grid, "digest": digest, "pixels": pixels})
+
+
+def _request(fields: dict[str, Any], *pixels: bytes) -> EngineRequest:
+    images = zip(fields["images"], pixels, strict=True)
+    fields["images"] = tuple(_image(*image) for image in images)
     params = fields["params"]
     params["stop_token_ids"] = frozenset(params["stop_token_ids"])
     params["logit_bias"] = tuple((token, bias) for token, bias in params["logit_bias"])
@@ -244,4 +257,4 @@ def _integer(value: Any) -> int:
 
 
 # Reader of a message's value by kind; kinds are methods of Receiver.
-_READERS = {"submit": _request, "abort": _string, "wake": _integer}
+_READERS: dict[str, Callable[..., Any]] = {"submit": _request, "abort": _string, "wake": _integer}

@@ -99,6 +99,24 @@ NO_OUTPUT = SamplingParams(max_tokens=0)
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImageInput:
+    """An image of a prompt, or the frames of a video, as patches for the vision tower.
+
+    offset      of its first token in the prompt; all its tokens are placeholders of one id
+    num_tokens  the rows of the tower's output, a row for each of its tokens
+    grid_thw    patches along time, height and width, before the tower merges them
+    digest      of the pixels as they were before the cut into patches, and of all settings of the processor
+    pixels      uint8 [t * h * w, patch_dim] in the order of the processor, from 0 to 255; the rank rescales them
+    """
+
+    offset: int
+    num_tokens: int
+    grid_thw: tuple[int, int, int]
+    digest: bytes
+    pixels: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineRequest:
     """One sequence to continue. `ingress_id` names the stream that carries its new tokens.
 
@@ -106,10 +124,13 @@ class EngineRequest:
 
     priority           smaller values run first; equal values run in order of arrival
     cache_salt         only requests of one salt share cached prefixes
+    images             in the order of their offsets; a rank makes their embeddings before it schedules the request
     adapter            id of the LoRA adapter of all its tokens; 0: none. Only requests of one adapter share prefixes
     emitted_token_ids  output tokens that an earlier epoch sent: they count as output everywhere, and only tokens
                        after them are published
     on_trial           the rank runs it alone among requests without a token, until its first token
+    hands_over         another rank goes on behind the last token: where KV leaves the device, finish_reason "length"
+                       comes in an output of its own, once the KV can be found there
     """
 
     request_id: str
@@ -120,8 +141,10 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str = ""
     adapter: int = 0
+    images: tuple[ImageInput, ...] = ()
     emitted_token_ids: list[int] = field(default_factory=list)
     on_trial: bool = False
+    hands_over: bool = False
 
     @property
     def needs_every_row(self) -> bool:

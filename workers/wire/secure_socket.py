@@ -78,20 +78,23 @@ class Sender:
         self._lock = threading.Lock()
         self._socket = _connect(address)
 
-    def send(self, message: bytes) -> None:
-        """Queue a message until the connection is up; after `close` the message is dropped."""
+    def send(self, message: bytes, *frames: bytes) -> None:
+        """Queue a message until the connection is up; after `close` the message is dropped.
+
+        frames   follow the message as they are; they arrive with it or not at all
+        """
         with self._lock:
             if self._socket.closed:
                 return
-            data = numbered(self._stream, self.num_sent, message)
+            data = numbered(self._stream, self.num_sent, message), *frames
             self.num_sent += 1
             try:
-                self._socket.send(data, zmq.NOBLOCK)
+                self._socket.send_multipart(data, zmq.NOBLOCK, copy=not frames)
             except zmq.Again:
                 # ZeroMQ does not connect again after a message of the peer that it refused, and has dropped the queue.
                 self._socket.close()
                 self._socket = _connect(self._address)
-                self._socket.send(data, zmq.NOBLOCK)
+                self._socket.send_multipart(data, zmq.NOBLOCK, copy=not frames)
 
     def close(self) -> None:
         """Drop queued messages and disconnect."""

@@ -113,7 +113,7 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: list[str] | None = Field(None, fail_fast=True)
     stream: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="As in other routes.")
-    metadata: Any = Field(None, description="Accepted and ignored.")
+    metadata: Any = Field(None, description="user_id names the session; the rest is ignored.")
     service_tier: Any = Field(None, description="Accepted and ignored.")
 
 

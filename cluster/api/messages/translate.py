@@ -38,8 +38,14 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
             "stop": request.stop_sequences,
             "stream": request.stream,
             "seed": request.seed,
+            "user": _session(request.metadata),
         }
     return parse_chat(fields)
+
+
+def _session(metadata: Any) -> Any:
+    """Return the user_id, in which Claude Code writes the session."""
+    return metadata.get("user_id") if isinstance(metadata, dict) else None
 
 
 def _continues(messages: list[dict[str, Any]]) -> bool:

@@ -33,6 +33,7 @@ _SMALL_FIELDS = frozenset(
         *("n", "seed", "stream", "stream_options", "echo", "skip_special_tokens", "request_id"),
         *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "prompt_logprobs"),
         *("return_tokens_as_token_ids", "return_token_ids", "priority", "cache_salt", "model"),
+        *("prompt_cache_key", "user"),
     )
 )
 

@@ -25,6 +25,7 @@ from cluster.api.request.sender import Sender
 from cluster.errors import BadRequestError, ForbiddenError
 
 RANK_HEADER = "x-data-parallel-rank"
+SESSION_HEADER = "x-session-id"
 _SEED_MASK = 2**63 - 1
 _CHOICES_AT_ONCE = 64
 
@@ -71,7 +72,7 @@ class GenerationFactory:
             choices=await self._choices(draft, run_id),
             num_choices_per_prompt=request.n or 1,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in draft.prompts),
-            routing=routing_of(request, backend, sender),
+            routing=routing_of(request, backend, sender, request.session),
             grammar_param=draft.output.param,
         )
 
@@ -129,8 +130,13 @@ class Routed(Protocol):
     def cache_salt(self) -> str | None: ...
 
 
-def routing_of(request: Routed, backend: EngineBackend, sender: Sender) -> dict[str, Any]:
-    """Return the options that a request sets; the backend has the defaults."""
+def routing_of(
+    request: Routed, backend: EngineBackend, sender: Sender, session: str = ""
+) -> dict[str, Any]:
+    """Return the options that a request sets; the backend has the defaults.
+
+    session   its name in the body; that of the header counts first
+    """
     routing: dict[str, Any] = {}
     if request.model is not None and request.model != backend.model_name:
         routing["adapter"] = request.model
@@ -141,6 +147,8 @@ def routing_of(request: Routed, backend: EngineBackend, sender: Sender) -> dict[
         check_text(request.cache_salt, "cache_salt")
     if salt := ":".join(filter(None, (sender.salt, request.cache_salt))):
         routing["cache_salt"] = salt
+    if session := sender.headers.get(SESSION_HEADER, session):
+        routing["session"] = session
     rank = sender.headers.get(RANK_HEADER)
     if rank is not None:
         _check_routes(sender, RANK_HEADER)

@@ -34,6 +34,10 @@ RequestId = Annotated[
     Field(pattern=r"^[\x21-\x7e]{1,200}$", description="Becomes part of the answer's id."),
 ]
 User = Annotated[Any, Field(description="Accepted and ignored.")]
+Session = Annotated[
+    Any,
+    Field(description="A string names the session; prompt_cache_key counts before user."),
+]
 _Request = TypeVar("_Request", bound="GenerationRequest")
 
 
@@ -106,7 +110,8 @@ class GenerationRequest(BaseModel):
     priority: Priority = None
     cache_salt: CacheSalt = None
     request_id: RequestId = None
-    user: User = None
+    prompt_cache_key: Session = None
+    user: Session = None
     response_format: dict[str, Any] | None = Field(
         None, description="{type: text | json_object | json_schema, json_schema: {schema}}"
     )
@@ -118,6 +123,12 @@ class GenerationRequest(BaseModel):
     guided_choice: Any = Field(None, description="[string]: the output is one of them.")
     guided_grammar: Any = Field(None, description="A grammar in Lark or GBNF.")
     guided_whitespace_pattern: Any = Field(None, description="White space between JSON's parts.")
+
+    @property
+    def session(self) -> str:
+        """The name of the session in the body; "" without one."""
+        named = (self.prompt_cache_key, self.user)
+        return next((name for name in named if isinstance(name, str) and name), "")
 
     @property
     def asks_for_structure(self) -> bool:

@@ -148,10 +148,10 @@ class ResponsesRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, e.g. enable_thinking."
     )
-    user: str | None = Field(None, description="Echoed.")
+    user: str | None = Field(None, description="Echoed; names the session, see /v1/completions.")
     safety_identifier: str | None = Field(None, description="Echoed.")
     prompt_cache_key: str | None = Field(
-        None, description="Echoed; prefixes are cached without it."
+        None, description="Echoed; names the session, before user. Prefixes are cached without it."
     )
     service_tier: str | None = Field(None, description="Accepted; every answer has `default`.")
 

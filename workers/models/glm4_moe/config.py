@@ -26,7 +26,7 @@ PARTIAL_ROTARY = 0.5
 NAMES = WeightNames(shared="mlp.shared_experts")
 
 
-def read_config(read: ConfigReader) -> ModelConfig:
+def read_config(read: ConfigReader, names: WeightNames = NAMES) -> ModelConfig:
     """Return the config; `read.problems` names what is wrong with it."""
     heads = read.integer("num_attention_heads")
     head_dim = read.integer_or("head_dim", max(1, read.integer("hidden_size") // heads))
@@ -43,4 +43,4 @@ def read_config(read: ConfigReader) -> ModelConfig:
     moe = read_experts(read, read_biased_router(read))
     read.ignore(*TRAINING_KEYS)
     layers = read_layers(read, attention, moe)
-    return finish_with_prediction(read, layers, moe, NAMES)
+    return finish_with_prediction(read, layers, moe, names)

@@ -3,7 +3,8 @@
 from kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
 from workers.models.config_reader import ConfigReader
 from workers.models.decoder_weights import WeightNames
-from workers.specs.model import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RopeSpec, RouterSpec
+from workers.specs.model import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RouterSpec
+from workers.specs.rope import RopeSpec
 
 DEFAULTS = {  # as transformers has them
     "rms_norm_eps": 1e-5,

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 
 from kernels.backends.select import Backends
+from kernels.block_fp8 import quantise_blocks
 from workers.layers.builder import LayerBuilder
+from workers.layers.linear import Fp8Linear, Linear
 from workers.models.decoder import DecoderLM
 from workers.models.layer_stack import LayerStack
 from workers.specs.model import ModelConfig
 from workers.step.forward_batch import ForwardBatch
+from workers.weights.tensors import draft_head_bytes
 
 
 class MtpHead(LayerStack):
@@ -21,6 +24,8 @@ class MtpHead(LayerStack):
     Applied K times, each time to its own output and the token that was drafted from it, it drafts K tokens.
 
     aux_layers   layers of `target` with hidden states that the head reads beside the last: none
+
+    Drafts are drawn with a copy of the output head in FP8 where `draft_head_bytes` has one.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -28,6 +33,10 @@ class MtpHead(LayerStack):
     def __init__(self, target: DecoderLM, config: ModelConfig, backends: Backends, **place: Any):
         """place: as LayerStack."""
         self._target = target
+        self._in_fp8 = (
+            draft_head_bytes(target.config, fp8_dense=backends.grouped_gemm.fp8_dense) > 0
+        )
+        self._draft_head: Linear | None = None
         super().__init__(config, backends, **place)
 
     def _allocate(self, builder: LayerBuilder) -> None:
@@ -57,6 +66,15 @@ class MtpHead(LayerStack):
         """Return float32 [L, V] of rows of forward's result."""
         return self._target.project_logits(states_LD)
 
+    def filled(self) -> None:
+        """Also note that the output head of the target was read, and choose the head that drafts."""
+        super().filled()
+        head = self._target.lm_head
+        assert head is not None, "the target has no logits"
+        if self._draft_head is None:
+            self._draft_head = Fp8Linear(quantise_blocks(head.weight)) if self._in_fp8 else head
+
     def draft(self, states_LD: torch.Tensor) -> torch.Tensor:
-        """Return the most likely token of each row, int64 [L]."""
-        return self.compute_logits(states_LD).argmax(-1)
+        """Return the most likely token of each row, int64 [L]. After `filled`."""
+        assert self._draft_head is not None, "the weights were not read"
+        return self._draft_head(states_LD).argmax(-1)

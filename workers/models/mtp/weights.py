@@ -91,5 +91,6 @@ def with_mtp(config: ModelConfig, attention: GqaSpec | MlaSpec, names: MtpNames)
         kept=(names.root,),
         skipped=tuple(names.root + name for name in names.shared),
         skipped_parts=(),
+        vision=None,
     )
     return replace(config, mtp=head)

@@ -1,0 +1,334 @@
+"""Images are computed once, kept as long as a sequence needs them, and never hold up other sequences."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.image_case import Prompt
+from tests.unit.schedulers import make_scheduler
+from workers.config import SchedulerConfig
+from workers.images.cache import OutputCache
+from workers.images.encoder import ImageEncoder, Order
+from workers.images.limits import ImageLimits
+from workers.images.pace import Pace
+from workers.scheduler.image_queue import ImageQueue
+from workers.scheduler.scheduler import Scheduler
+from workers.specs.vision import Grid, PixelScale, QwenVisionSpec
+from workers.step.step_output import RunTimes, StepOutput
+from workers.step.step_sync import StepPlan
+from workers.wire.request import EngineRequest, ImageInput
+
+SPEC = QwenVisionSpec(
+    depth=4,
+    hidden_size=8,
+    intermediate_size=8,
+    num_heads=1,
+    channels=1,
+    patch_size=1,
+    temporal_patch_size=1,
+    merge_size=2,
+    output_size=4,
+    grid_side=2,
+    norm_eps=1e-6,
+    activation="gelu",
+    rope_theta=1e4,
+    scale=PixelScale(factor=1.0, mean=(0.0,), std=(1.0,)),
+    largest=64,
+)
+
+
+class FakeTower:
+    """Gives the first pixel of each token. `gate` opens when it may go on; images of pixel 255 raise."""
+
+    spec, device = SPEC, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []  # tokens
+        self.gate = threading.Event()
+        self.began = threading.Semaphore(0)
+        self.gate.set()
+
+    def forward(
+        self, pixels_NP: torch.Tensor, grids: Sequence[Grid], pause: Callable[[], None]
+    ) -> torch.Tensor:
+        self.began.release()
+        assert self.gate.wait(10)
+        if (pixels_NP == 255).any():
+            raise RuntimeError("a bad pixel")
+        for _ in range(SPEC.depth):
+            pause()
+        self.calls.append(len(pixels_NP) // SPEC.merged)
+        return pixels_NP[:: SPEC.merged].float().view(-1, 1, 1).expand(-1, 1, 4).contiguous()
+
+
+def image(pixel: int, num_tokens: int = 4) -> ImageInput:
+    pixels, grid = bytes([pixel]) * num_tokens * 4, (1, 2, 2 * num_tokens)
+    return ImageInput(
+        offset=0, num_tokens=num_tokens, grid_thw=grid, digest=bytes([pixel]), pixels=pixels
+    )
+
+
+@pytest.fixture
+def tower() -> FakeTower:
+    return FakeTower()
+
+
+@pytest.fixture
+def make(tower: FakeTower):
+    """Makes encoders that end with the test."""
+    made: list[ImageEncoder] = []
+
+    def encoder(cache: int = 16, largest: int = 8) -> ImageEncoder:
+        made.append(ImageEncoder(tower, ImageLimits(largest, 4, cache)))
+        return made[-1]
+
+    yield encoder
+    tower.gate.set()
+    for it in made:
+        it.close()
+
+
+def never() -> None:
+    raise AssertionError("the order was complete at once")
+
+
+def ordered(encoder: ImageEncoder, *images: ImageInput) -> tuple[Order, threading.Event]:
+    ready = threading.Event()
+    return encoder.order(images, ready.set), ready
+
+
+def test_an_image_is_computed_once_for_all_orders(make: Any, tower: FakeTower) -> None:
+    encoder = make()
+    tower.gate.clear()
+    (first, one), (second, two) = ordered(encoder, image(1)), ordered(encoder, image(2), image(1))
+    tower.gate.set()
+    assert one.wait(10) and two.wait(10) and first.complete and second.complete
+    assert sum(tower.calls) == 8 and encoder.num_computed == 2
+    third = encoder.order([image(2)], never)
+    assert third.complete and third.of(image(2)).unique().tolist() == [2.0]
+
+
+def test_images_stay_until_their_last_holder_leaves(make: Any, tower: FakeTower) -> None:
+    """Room for two images: a third waits for a release, and drops the image that nothing holds."""
+    encoder = make(cache=8)
+    first, one = ordered(encoder, image(1), image(2), image(1))
+    assert one.wait(10)
+    other, two = ordered(encoder, image(3))
+    last, three = ordered(encoder, image(2))
+    encoder.wait()
+    assert not other.complete and not last.complete, "later orders do not overtake"
+    first.release(image(1))
+    encoder.wait()
+    assert not two.is_set(), "the sequence has the image twice"
+    first.release(image(1))
+    assert two.wait(10) and three.wait(10)
+    assert encoder.num_computed == 3
+    first.close()
+    assert last.of(image(2)).unique().tolist() == [2.0]
+
+
+def test_an_order_that_is_closed_is_not_computed(make: Any, tower: FakeTower) -> None:
+    encoder = make()
+    tower.gate.clear()
+    first, _ = ordered(encoder, image(1))
+    second, two = ordered(encoder, image(2))
+    third, three = ordered(encoder, image(3))
+    assert tower.began.acquire(timeout=10)
+    first.close(), second.close()
+    tower.gate.set()
+    assert three.wait(10) and third.complete and not two.is_set()
+    kept = encoder.order([image(1)], never)
+    assert kept.complete, "what was computed already is kept"
+
+
+def test_an_image_that_fails_ends_its_own_orders_alone(make: Any, tower: FakeTower) -> None:
+    encoder = make()
+    tower.gate.clear()
+    orders = [ordered(encoder, image(pixel)) for pixel in (1, 255, 2)]
+    tower.gate.set()
+    for _, ready in orders:
+        assert ready.wait(10)
+    assert [order.complete for order, _ in orders] == [True, False, True]
+    assert "a bad pixel" in (orders[1][0].error or "")
+
+
+def test_a_thread_that_ends_answers_every_order(make: Any, monkeypatch: Any) -> None:
+    encoder = make()
+    monkeypatch.setattr(OutputCache, "put", lambda *_: 1 / 0)
+    order, ready = ordered(encoder, image(1))
+    assert ready.wait(10) and "takes no images any more" in (order.error or "")
+    later, _ = ordered(encoder, image(2))
+    assert later.error == order.error and not later.complete
+
+
+def test_the_pace_bounds_blocks_beside_a_step() -> None:
+    pace, taken = Pace(), []
+    pace.stepped(2)
+
+    def work() -> None:
+        for number in range(6):
+            pace.take(1.0)
+            taken.append(number)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive() and taken == [0, 1]
+    pace.stepped(3)
+    thread.join(0.1)
+    assert thread.is_alive() and taken == [0, 1, 2, 3, 4]
+    pace.free()
+    thread.join(10)
+    assert not thread.is_alive() and len(taken) == 6
+
+
+def test_the_cache_drops_the_image_used_longest_ago() -> None:
+    cache = OutputCache(3)
+    for name in (b"a", b"b", b"c"):
+        assert cache.make_room(1)
+        cache.put(name, torch.zeros(1, 1, 1))
+    cache.hold(b"a")
+    assert cache.find(b"b") is not None
+    assert cache.make_room(1) and cache.find(b"c") is None
+    assert not cache.make_room(3) and cache.find(b"b") is not None, "nothing is dropped in vain"
+    cache.release(b"a")
+    assert cache.make_room(3) and cache.num_tokens == 0
+
+
+def request(name: str, *images: ImageInput, text: int = 3) -> EngineRequest:
+    parts: list[Any] = [[1] * text]
+    for one in images:
+        parts += [one, [2]]
+    prompt = Prompt.of(parts)
+    return prompt.request(name, max_tokens=2)
+
+
+def scheduler_of(encoder: ImageEncoder, ready: list[str], **sizes: Any) -> Scheduler:
+    scheduler = make_scheduler(SchedulerConfig(max_num_batched_tokens=8), **sizes)
+    scheduler.images = ImageQueue(encoder)
+    scheduler.images.notify = ready.append
+    return scheduler
+
+
+def step(scheduler: Scheduler) -> list[str]:
+    """One step whose draws are all 7; returns the requests in it."""
+    batch = scheduler.schedule()
+    scheduler.launched(batch)
+    times = RunTimes(0.0, 0.0, 0.0, 0.0)
+    num_logits = int(batch.num_logits.sum())
+    scheduler.commit(batch, StepOutput.of(batch, [7] * num_logits, None, times=times))
+    return [seq.request.request_id for seq in batch.seqs]
+
+
+def test_prompts_behind_a_sequence_that_waits_go_on(make: Any, tower: FakeTower) -> None:
+    encoder, ready = make(), []
+    scheduler = scheduler_of(encoder, ready)
+    tower.gate.clear()
+    assert scheduler.add(request("seen", image(1))) is None
+    assert not scheduler.has_work, "the group sleeps while the image is computed"
+    assert scheduler.add(request("text")) is None
+    assert scheduler.has_work and step(scheduler) == ["text"]
+    tower.gate.set()
+    encoder.wait()
+    assert ready == ["seen"] and scheduler.images_ready("seen") is None
+    assert step(scheduler) == ["text", "seen"] and encoder._cache.num_held == 0
+    assert scheduler.images_ready("seen") is None, "a notice that comes twice is ignored"
+    assert scheduler.abort("seen") is not None and not scheduler.has_work
+
+
+def test_an_abort_and_a_failure_while_a_sequence_waits(make: Any, tower: FakeTower) -> None:
+    encoder, ready = make(), []
+    scheduler = scheduler_of(encoder, ready)
+    tower.gate.clear()
+    for name, pixel in (("gone", 1), ("bad", 255)):
+        assert scheduler.add(request(name, image(pixel))) is None
+    assert scheduler.abort("gone") is not None
+    tower.gate.set()
+    encoder.wait()
+    assert ready == ["bad"]
+    assert "a bad pixel" in (scheduler.images_ready("bad") or "")
+    assert scheduler.images is not None and not scheduler.images.waiting and not scheduler._by_id
+
+
+def test_an_epoch_that_ends_releases_its_images(make: Any, tower: FakeTower) -> None:
+    """The next epoch finds an image that was computed meanwhile."""
+    encoder = make()
+    tower.gate.clear()
+    scheduler = scheduler_of(encoder, [])
+    assert scheduler.add(request("a", image(1))) is None
+    assert tower.began.acquire(timeout=10)
+    scheduler.close()
+    tower.gate.set()
+    encoder.wait()
+    again = scheduler_of(encoder, [])
+    assert again.add(request("a", image(1))) is None
+    assert again.has_work and encoder.num_computed == 1 and step(again) == ["a"]
+
+
+def test_a_preempted_sequence_gets_its_images_again(make: Any) -> None:
+    encoder, ready = make(cache=4), []
+    scheduler = scheduler_of(encoder, ready)
+    assert scheduler.add(request("a", image(1))) is None
+    encoder.wait()
+    assert scheduler.images_ready("a") is None and step(scheduler) == ["a"]
+    other = encoder.order([image(2)], lambda: None)
+    encoder.wait()
+    assert other.complete, "the prompt is computed, so its image was released"
+    other.close()
+    with scheduler.cache.off():
+        seq = scheduler._preempt_last()
+        assert step(scheduler) == [] and not scheduler.has_work and seq.row < 0
+        encoder.wait()
+        assert ready == ["a", "a"] and scheduler.images_ready("a") is None
+        assert step(scheduler) == ["a"] and encoder.num_computed == 3
+
+
+@pytest.mark.parametrize(("text", "computed"), [(3, 2), (4, 3)])
+def test_cached_prefixes_need_no_image(make: Any, text: int, computed: int) -> None:
+    """The last token of the second image is in the third block of four tokens, or behind it."""
+    encoder, ready = make(cache=8), []
+    scheduler = scheduler_of(encoder, ready)
+    both = image(1), image(2)
+    assert scheduler.add(request("a", *both, text=text)) is None
+    encoder.wait()
+    scheduler.images_ready("a")
+    while scheduler.has_work:
+        step(scheduler)
+    encoder._cache.make_room(8)  # drops both
+    assert scheduler.add(request("b", *both, text=text)) is None
+    encoder.wait()
+    assert encoder.num_computed == computed
+
+
+def test_the_pace_follows_the_plans(make: Any) -> None:
+    encoder = make()
+    scheduler = scheduler_of(encoder, [])
+    scheduler.follow(StepPlan(True, (3,), prefill_tokens=2))
+    assert encoder.pace._left == 4 + 2
+    scheduler.follow(StepPlan(False, (0,)))
+    assert encoder.pace._left is None
+
+
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        ([image(1, 9)], "image 0 has 9 tokens; this rank takes images of at most 8"),
+        (
+            [image(pixel, 8) for pixel in (1, 2, 3)],
+            "24 tokens; this rank keeps the embeddings of 16",
+        ),
+        ([replace(image(1), pixels=b"x")], "image 0: it has 1 bytes of pixels"),
+        ([replace(image(1), grid_thw=(1, 3, 2))], "image 0: grid_thw is (1, 3, 2)"),
+        ([replace(image(1), grid_thw=(1, 2, 2))], "image 0: num_tokens is 4"),
+    ],
+)
+def test_refusals_name_the_image_and_the_limit(
+    make: Any, images: list[ImageInput], words: str
+) -> None:
+    scheduler = scheduler_of(make(), [])
+    assert words in (scheduler.add(request("r", *images)) or "")
+    assert "takes no images" in (make_scheduler().add(request("r", image(1))) or "")

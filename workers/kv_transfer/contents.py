@@ -1,0 +1,151 @@
+"""The contents of KV blocks and of states as rows of bytes, and the digest of all that a row depends on.
+
+A row of a block has the bytes of the block in every cache, in the order of the caches. A row of a state has the bytes
+of a slot in every pool. A check value of a row finds damaged, torn and mixed-up bytes, wherever the row went meanwhile.
+Knows nothing of names.
+
+N rows, P bytes of a piece, W words of 8 bytes.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from kernels.interface.kv_layout import KVGroup
+from kernels.linear_attention.base import LinearStates
+
+ROW_ALIGN = 64  # bytes; a whole number of words, and of lines of a processor's cache
+CHECK_WORDS = 2**20
+"""Words of a row that are checked at once, so that temporary memory is bounded."""
+_ODD = 0x1E3779B97F4A7C15  # 2^61 divided by the golden ratio, odd
+_FORMAT = 1  # of rows and check values; another one makes kept rows useless
+
+
+class Rows:
+    """The rows of one kind: of blocks, or of states.
+
+    pieces     uint8 [places, P] each, views of the caches or pools
+    row_bytes  of a row, a multiple of ROW_ALIGN; 0: there are no pieces
+    """
+
+    def __init__(self, pieces: Sequence[torch.Tensor]):
+        self.pieces = list(pieces)
+        sizes = [piece.shape[1] for piece in self.pieces]
+        self._ends = list(accumulate(sizes))
+        self.row_bytes = -(-(self._ends[-1] if sizes else 0) // ROW_ALIGN) * ROW_ALIGN
+        self._kernel = _kernel_of(self.pieces)
+
+    def pad_to(self, unit_bytes: int) -> None:
+        """Make rows a whole number of units long."""
+        self.row_bytes = -(-self.row_bytes // unit_bytes) * unit_bytes
+
+    def pack(self, places: Sequence[int], rows_NB: torch.Tensor) -> None:
+        """Copy the contents of `places` to the rows uint8 [N, row_bytes], on the caches' device and current stream.
+
+        Bytes behind the last piece become zero.
+        """
+        places_N = self._on_device(places)
+        rows_NB[:, self._ends[-1] :] = 0
+        if self._kernel is not None:
+            self._kernel(places_N, rows_NB, to_rows=True)
+            return
+        for piece, end in zip(self.pieces, self._ends, strict=True):
+            part = rows_NB[:, end - piece.shape[1] : end]
+            part.copy_(piece[places_N])
+
+    def unpack(self, rows_NB: torch.Tensor, places: Sequence[int]) -> None:
+        """Copy rows, as `pack` has made them, to `places`, no two of which are equal."""
+        places_N = self._on_device(places)
+        if self._kernel is not None:
+            self._kernel(places_N, rows_NB, to_rows=False)
+            return
+        for piece, end in zip(self.pieces, self._ends, strict=True):
+            piece[places_N] = rows_NB[:, end - piece.shape[1] : end]
+
+    def _on_device(self, places: Sequence[int]) -> torch.Tensor:
+        places_N = torch.from_numpy(np.array(places, dtype=np.int64))
+        if self._kernel is None:
+            return places_N
+        return places_N.pin_memory().to(self.pieces[0].device, non_blocking=True)
+
+
+def _kernel_of(pieces: Sequence[torch.Tensor]) -> Callable[..., None] | None:
+    """Return the kernel that copies the pieces of a GPU; None on CPU."""
+    if not pieces or pieces[0].device.type != "cuda":
+        return None
+    from kernels.triton.copy_pieces import PieceTable, copy_pieces
+
+    return partial(copy_pieces, PieceTable.of(pieces))
+
+
+class CacheContents:
+    """What a rank's device keeps of sequences.
+
+    blocks, states   the rows of KV blocks, and of slots of states
+    compatibility    digest of everything that a row depends on beside its name: contents of another digest are useless
+    device           of the caches
+    """
+
+    def __init__(
+        self, blocks: Rows, states: Rows, compatibility: bytes, device: torch.device
+    ) -> None:
+        self.blocks, self.states = blocks, states
+        self.compatibility, self.device = compatibility, device
+
+    def of(self, is_state: bool) -> Rows:
+        """Return the rows of states, or of blocks."""
+        return self.states if is_state else self.blocks
+
+
+def block_pieces(
+    groups: Iterable[KVGroup],
+    caches: Sequence[torch.Tensor],
+    num_blocks: int,
+    block_size: int,
+    value_bytes: int,
+) -> list[torch.Tensor]:
+    """Return the pieces of blocks in caches, one a layer; layers that share a cache have its pieces once."""
+    pieces = []
+    for group in groups:
+        sizes = group.layout.piece_bytes(block_size, value_bytes)
+        for layers in group.caches:
+            flat, end = caches[layers[0]].view(-1).view(torch.uint8), 0
+            for size in sizes:
+                start, end = end, end + num_blocks * size
+                pieces.append(flat[start:end].view(num_blocks, size))
+    return pieces
+
+
+def state_pieces(pools: Iterable[LinearStates]) -> list[torch.Tensor]:
+    """Return the pieces of slots in pools of states."""
+    return [
+        tensor.view(len(tensor), -1).view(torch.uint8)
+        for pool in pools
+        for tensor in (pool.conv, pool.state)
+    ]
+
+
+def compatibility_of(facts: Mapping[str, object]) -> bytes:
+    """Return the digest of `facts`, which JSON can hold, and of the format of rows."""
+    text = json.dumps({**facts, "format": _FORMAT}, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16, person=b"phalanx kv").digest()
+
+
+def check_values(rows_NB: torch.Tensor) -> torch.Tensor:
+    """Return int64 [N], on the rows' device: a sum of each row's words, each with an odd factor of its place, mod 2^64.
+
+    A change of one word always changes the sum, another accidental change does with all probability but 2^-64.
+    Padding counts, so it must be equal when the row is checked: both sides keep it zero.
+    """
+    words_NW = rows_NB.view(torch.int64)
+    found_N = torch.full((len(words_NW),), _ODD, dtype=torch.int64, device=rows_NB.device)
+    for start in range(0, words_NW.shape[1], CHECK_WORDS):
+        part_NW = words_NW[:, start : start + CHECK_WORDS]
+        place_W = torch.arange(start, start + part_NW.shape[1], device=rows_NB.device)
+        found_N += (part_NW * ((place_W * _ODD) | 1)).sum(1)
+    return found_N

@@ -1,0 +1,111 @@
+"""The places to which a rank's KV moves from its device, for the life of the process: connectors and their bindings.
+
+Knows nothing of requests.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from kernels.host.processes import start_ticks
+from workers.config import RankConfig
+from workers.kv_cache.caches import CacheMemory
+from workers.kv_cache.transfers import BlockTransfers
+from workers.kv_transfer.connector import KVConnector
+from workers.kv_transfer.contents import CacheContents, compatibility_of
+from workers.kv_transfer.host_tier import HostTier
+from workers.kv_transfer.keeper import KeeperConfig
+
+READY_S = 5.0
+"""Time that an epoch with open requests waits for the host tier, so that these are not computed again."""
+GIB = 2**30
+
+
+class KVPlaces:
+    """The connectors of a rank process. They stay over epochs; each epoch binds them to its caches."""
+
+    def __init__(self) -> None:
+        self._host: HostTier | None = None
+
+    def connect(self, config: RankConfig, caches: CacheMemory, store: str) -> None:
+        """Connect to the node's keeper, early in an epoch: the keeper then finds a rank while this one loads weights.
+
+        store   name of the group on all nodes, in all its epochs; "": the group has no store
+        """
+        cache = config.cache
+        if self._host is not None or not cache.host_memory_gib or not store:
+            return
+        keeper = KeeperConfig(
+            name=hashlib.blake2b(store.encode(), digest_size=16).hexdigest(),
+            num_bytes=int(cache.host_memory_gib * GIB),
+            owner=(os.getppid(), start_ticks(os.getppid())),
+            disk_path=cache.disk_path,
+            disk_bytes=int(cache.disk_gib * GIB),
+            disk_salt=_dates(config.model.folder),
+        )
+        self._host = HostTier(
+            keeper,
+            caches.device,
+            row_bytes=max(caches.block_bytes, caches.slot_bytes),
+            window_blocks=caches.window_blocks,
+        )
+
+    def begin(
+        self, config: RankConfig, caches: CacheMemory, wake: Callable[[], None], *, wait: bool
+    ) -> None:
+        """Move KV of these caches until their manager is closed.
+
+        wake   called from any thread when the step loop has something to enter
+        wait   for the host tier, for a short time
+        """
+        connectors: list[KVConnector] = [] if self._host is None else [self._host]
+        if not connectors or not config.cache.prefix_caching:
+            return
+        for connector in connectors:
+            connector.on_ended = wake
+        blocks, states = caches.rows()
+        form = compatibility_of({**caches.form, **_model_facts(config)})
+        contents = CacheContents(blocks, states, form, caches.device)
+        caches.manager.transfers = BlockTransfers(
+            caches.manager.groups,
+            config.cache.block_size,
+            caches.num_blocks,
+            connectors,
+            contents,
+        )
+        if wait:
+            self.wait_ready(READY_S)
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until contents can be found in the host tier; return whether they can."""
+        return self._host is None or self._host.wait_ready(timeout_s)
+
+    def close(self) -> None:
+        """Leave the keeper, and release the memory."""
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+
+
+def _model_facts(config: RankConfig) -> dict[str, object]:
+    """Return what KV depends on in the configuration and the files of the checkpoint; equal on all nodes."""
+    model, folder = config.model, config.model.folder
+    sizes = {path.name: path.stat().st_size for path in _weight_files(folder)}
+    speculation = config.speculation
+    return {
+        "config": hashlib.blake2b((folder / "config.json").read_bytes()).hexdigest(),
+        "weights": model.weights if model.weights == "dummy" else sizes,
+        "routing": model.routing.model_dump(),
+        "cache": (config.cache.block_size, config.cache.dtype, config.cache.state_dtype),
+        "draft": (speculation.method, speculation.draft_model),
+    }
+
+
+def _dates(folder: Path) -> str:
+    """Return the times of the weights' files: files of KV outlive servers, and a checkpoint may change in its place."""
+    return repr([(path.name, path.stat().st_mtime_ns) for path in _weight_files(folder)])
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
