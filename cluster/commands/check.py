@@ -95,10 +95,9 @@ def check(
 ) -> CheckReport:
     """Resolve a valid configuration of one group; num_api_keys None = count the keys that the server would load.
 
-    Raises BackendChoiceError when a named backend cannot run, GraphsUnavailableError when CUDA graphs are demanded and
-    cannot be, ApiKeyError when the keys cannot be used, ConfigError when traces are wanted and their library is
-    missing, an adapter cannot be loaded, overlap.comm_sms leaves nothing of the GPU, a rank's weights are larger than
-    its GPU, or the ranks are too many for this machine.
+    Raises BackendChoiceError when a named backend cannot run, GraphsUnavailableError without CUDA graphs where they are
+    demanded, ApiKeyError for keys, ConfigError for traces without their library, an adapter that cannot be loaded,
+    overlap.comm_sms that leaves nothing of the GPU, too large weights, or too many ranks for this machine.
     """
     use_cache_folder(config.kernels.cache)
     check_tracing(config.serve.tracing)
@@ -121,9 +120,9 @@ def check(
     check_comm_sms(config.overlap, selection, num_ubatches)
     place = rank_config, model, selection, shape
     ranks = rank_rows(*place, num_ubatches=num_ubatches, graphs=graphs)
+    session = SessionBytes.of(*place)
     if rank_config.device == "cuda":
         refuse_too_large(rank_config, model, selection, unavailable, shape, config.kernels)
-    session = SessionBytes.of(*place)
     return CheckReport(
         config=_resolved_tree(config, rank_config),
         group=group,

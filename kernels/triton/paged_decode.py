@@ -213,6 +213,7 @@ def paged_decode(
     k_cache, v_cache, *exponents = caches
     _, block_size, num_kv_heads, _ = caches[0].shape
     group, num_chunks = num_heads // num_kv_heads, len(chunks.seqs)
+    assert chunks.cut or chunks.shared is None, "shared keys are merged with chunks"
     assert q_RHd.stride()[1:] == (head_dim, 1) and out_RHd.is_contiguous()
     if not num_rows:
         return
@@ -247,12 +248,7 @@ def paged_decode(
         num_warps=form.num_warps,
         maxnreg=form.registers,
     )
-    if not chunks.cut:
-        assert chunks.shared is None, "shared keys are merged with chunks"
-        return
-    parts = (
-        shared_decode(q_RHd, caches, chunks.shared, chunks.block_table, scale=scale)
-        if chunks.shared
-        else None
-    )
-    merge_chunks(partial, lse, chunks, out_RHd, parts)
+    if chunks.cut:
+        shared, table = chunks.shared, chunks.block_table
+        parts = shared and shared_decode(q_RHd, caches, shared, table, scale=scale)
+        merge_chunks(partial, lse, chunks, out_RHd, parts)
