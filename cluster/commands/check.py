@@ -21,6 +21,7 @@ from cluster.commands.check_host_memory import SessionBytes, tier_lines, too_lit
 from cluster.commands.check_memory import RankRow, rank_rows, too_little_on_gpu
 from cluster.commands.check_room import refuse_too_large
 from cluster.commands.check_steps import (
+    cascade_line,
     check_comm_sms,
     graph_line,
     image_line,
@@ -56,7 +57,7 @@ class CheckReport:
     group          its name and role; None if the server has one group
     task           what the server answers with, and how it is made of the hidden states of a prompt
     checkpoint     of the Hub: the model, its commit, and the branches and tags that lead there; None for a folder
-    steps          what of `cuda_graphs`, ubatches and speculation comes to pass, and why
+    steps          what of `cuda_graphs`, ubatches, cascade and speculation comes to pass, and why
     alternatives   family to the backends that were not chosen, with why they cannot run, "" for those that could
     assumed        what could not be looked at on this machine
     """
@@ -122,7 +123,7 @@ def check(
     ranks = rank_rows(*place, num_ubatches=num_ubatches, graphs=graphs)
     if rank_config.device == "cuda":
         refuse_too_large(rank_config, model, selection, unavailable, shape, config.kernels)
-    reasons, session = selection.reasons(), SessionBytes.of(*place)
+    session = SessionBytes.of(*place)
     return CheckReport(
         config=_resolved_tree(config, rank_config),
         group=group,
@@ -130,12 +131,13 @@ def check(
         task="generate" if model.pooling is None else str(model.pooling),
         ranks=ranks,
         backends={
-            seam: {"name": name, "reason": reasons[seam]}
-            for seam, name in selection.names().items()
+            seam: {"name": choice.name, "reason": choice.reason}
+            for seam, choice in selection.choices.items()
         },
         steps={
             "cuda_graphs": graph_reason,
             **overlap,
+            "cascade": cascade_line(rank_config, selection, model),
             "speculation": speculation_line(rank_config, model),
             **image_line(rank_config, model),
         },

@@ -180,6 +180,9 @@ def begin_serving(
     """Return the statistics of an epoch and its moves of experts, which `closing` ends. Collective."""
     process.count_experts()  # from zero: without the rows of the warm-up
     stats, experts = EngineStats(process.pace), process.experts
+    if process.shared_reads is not None:
+        process.shared_reads.clear()
+        stats.shared_reads = process.shared_reads.counts
     if not experts.movable:
         return stats, ExpertMoves()
     peers = PeerExperts.meet(process.rank, process.dims, process.device, experts.handles, gather)
