@@ -31,7 +31,13 @@ from cluster.supervisor.group_spec import group_roles, group_sizes
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus, Renewal
 from kernels.host.owned import OwnedTask
 from workers.specs.expert_layout import ExpertLayout
-from workers.wire.request import PoolingParams, RequestOutput, SamplingParams, expected_output
+from workers.wire.request import (
+    ImageInput,
+    PoolingParams,
+    RequestOutput,
+    SamplingParams,
+    expected_output,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +149,7 @@ class EngineClient(OperatorCalls):
         whole: bool = False,
         pooling: PoolingParams | None = None,
         adapter: str = "",
+        images: tuple[ImageInput, ...] = (),
         session: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """The tokens of one request as they come; with `whole` at once, when all have come.
@@ -153,7 +160,7 @@ class EngineClient(OperatorCalls):
         """
         pinned = None if rank is None else self._router.place(rank)
         with self._adapters.open(adapter) as adapter_id:
-            self._refusals.check(prompt_token_ids, params, adapter_id)
+            self._refusals.check(prompt_token_ids, params, adapter_id, images)
             groups = await self._available(pinned)
             request = OpenRequest(
                 request_id,
@@ -165,6 +172,7 @@ class EngineClient(OperatorCalls):
                 whole=whole,
                 pooling=pooling,
                 adapter=adapter_id,
+                images=images,
                 session=session,
                 num_tokens=len(prompt_token_ids) + expected_output(params),
             )
