@@ -93,7 +93,7 @@ class RequestRuns:
         if not self._prefill_groups(request):
             return False
         missing = self.router.missing(
-            request.prompt_token_ids, cache_salt=request.router_salt, groups=among
+            request.router_tokens, cache_salt=request.router_salt, groups=among
         )
         if missing <= LOCAL_TOKENS:
             self.count("decode")

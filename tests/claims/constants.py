@@ -3,11 +3,13 @@
 import json
 from collections.abc import Iterator
 
+from cluster.api.images.geometry import Geometry
 from cluster.api.request import uploads
 from cluster.api.settings import ApiSettings
 from cluster.bench.report import LATE_MS
 from cluster.client import refusals, router, stream_watch
 from cluster.commands import check_cluster, reaper, start
+from cluster.config.images_section import ImagesConfig
 from cluster.config.phalanx_config import ClusterConfig
 from cluster.config.serve_section import LimitsConfig, ResponsesStoreConfig
 from cluster.ingress import http_protocol
@@ -190,8 +192,22 @@ def operations() -> Iterator[str]:
     yield "tokens of prompts without a first token count three times"
 
 
+def images() -> Iterator[str]:
+    """docs/images.md."""
+    limits = {name: field.default for name, field in ImagesConfig.model_fields.items()}
+    yield f"| `max_images` | {limits['max_images']} of a request |"
+    yield f"| `max_image_bytes` | {limits['max_image_bytes'] >> 20} MiB of a file |"
+    yield f"| `max_source_pixels` | {limits['max_source_pixels']:,}, width times height"
+    yield f"| `max_body_bytes` | {limits['max_body_bytes'] >> 20} MiB of a body"
+    yield f"| `max_open_bytes` | {limits['max_open_bytes'] >> 30} GiB of pixels"
+    yield f"| `fetch_timeout_s` | {limits['fetch_timeout_s']:.0f} s |"
+    yield f"a token of Qwen3.6 has {Geometry().bytes_of_token >> 10} KiB"
+
+
 def security() -> Iterator[str]:
     """docs/security.md."""
+    most = ImagesConfig.model_fields["max_body_bytes"].default >> 20
+    yield f"bodies of `serve.images.max_body_bytes` ({most} MiB)"
     yield f"A head has {http_protocol.MAX_HEAD_BYTES >> 10} KiB"
     yield f"beyond it the oldest upload of over {uploads._SLOW_S:.0f} s ends"
     inline, thread = ApiSettings.inline_body_bytes >> 10, ApiSettings.thread_body_bytes >> 10

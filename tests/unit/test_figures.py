@@ -23,6 +23,7 @@ CLAIMS: dict[str, tuple[Claims, ...]] = {
     "docs/experiments.md": (experiments.claims,),
     "docs/experts.md": (constants.experts,),
     "docs/kv-cache.md": (constants.kv_cache,),
+    "docs/images.md": (constants.images,),
     "docs/models.md": (pages.models, constants.models),
     "docs/offline.md": (pages.offline, constants.offline),
     "docs/operations.md": (operations.claims, constants.operations),
