@@ -249,6 +249,7 @@ def paged_decode(
         maxnreg=form.registers,
     )
     if chunks.cut:
-        shared, table = chunks.shared, chunks.block_table
-        parts = shared and shared_decode(q_RHd, caches, shared, table, scale=scale)
+        parts = None
+        if chunks.shared:
+            parts = shared_decode(q_RHd, caches, chunks.shared, chunks.block_table, scale=scale)
         merge_chunks(partial, lse, chunks, out_RHd, parts)
