@@ -249,7 +249,6 @@ def paged_decode(
         maxnreg=form.registers,
     )
     if chunks.cut:
-        parts = None
-        if chunks.shared:
-            parts = shared_decode(q_RHd, caches, chunks.shared, chunks.block_table, scale=scale)
+        tiles, table = chunks.shared, chunks.block_table
+        parts = shared_decode(q_RHd, caches, tiles, table, scale=scale) if tiles else None
         merge_chunks(partial, lse, chunks, out_RHd, parts)
