@@ -48,7 +48,7 @@ class RequestRuns:
     count: Callable[[PromptPlace], None]
 
     async def run(self, request: OpenRequest, among: Collection[int]) -> Outputs:
-        """The outputs of a request whose answer comes from one of the groups `among`."""
+        """The outputs of a request; one of the groups `among` answers it."""
         prompt: RequestOutput | None = None
         if self._prompt_goes_apart(request, among):
             async with aclosing(self._prompt(request)) as outputs:
