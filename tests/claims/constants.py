@@ -24,12 +24,16 @@ from cluster.supervisor import (
     supervisor,
 )
 from kernels.all2all import deepep_limits
+from kernels.attention import base, shared_prefixes
+from kernels.attention.native import NativeAttention
+from kernels.attention.sdpa import SdpaAttention
 from tests.claims import ROOT, row
 from tests.published_configs import PUBLISHED
 from workers.engine import datagram_vote
+from workers.kv_transfer import keeper, row_copies
 from workers.models.registry import parse_model_config
 from workers.overlap import policy
-from workers.rank import actor
+from workers.rank import actor, expert_staging
 from workers.sampling import grammar_compiler
 from workers.scheduler import prefill_cap
 from workers.stats import pace, stats_line
@@ -99,6 +103,11 @@ def backends() -> Iterator[str]:
     """docs/backends.md."""
     yield f"on at most {deepep_limits.MAX_SMS} SMs"
     yield f"up to {deepep_limits.MAX_TOKENS_LOW_LATENCY:,} tokens a step"
+    on_cpu = [it.sharing_cost.saved_tokens for it in (NativeAttention, SdpaAttention)]
+    yield f"at least {shared_prefixes.GPU_SAVED_BYTES >> 20} MiB of reads in a layer on a GPU"
+    yield f"{on_cpu[0]:,} tokens with `native` or {on_cpu[1]:,} tokens with `sdpa`"
+    yield f"of {base.LEAST_SHARED_DECODES} decodes or more"
+    yield f"prompts of up to {base.MOST_SHARED_MIXED:,} rows"
 
 
 def bench() -> Iterator[str]:
@@ -109,6 +118,18 @@ def bench() -> Iterator[str]:
 def cluster() -> Iterator[str]:
     """docs/cluster.md."""
     yield f"a clock that is more than {check_cluster.MAX_SKEW_S:.0f} s off"
+
+
+def experts() -> Iterator[str]:
+    """docs/experts.md."""
+    gpu, cpu = (expert_staging.COMMIT_BYTES[device] >> 20 for device in ("cuda", "cpu"))
+    yield f"up to {gpu} MiB on a GPU and {cpu} MiB on a CPU"
+
+
+def kv_cache() -> Iterator[str]:
+    """docs/kv-cache.md."""
+    yield f"{keeper.KEEP_S:.0f} s after the last rank"
+    yield f"two buffers of {row_copies.BUFFER_BYTES >> 20} MiB"
 
 
 def models() -> Iterator[str]:

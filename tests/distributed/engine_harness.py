@@ -38,6 +38,7 @@ class RankResult:
     num_preemptions: int = 0
     prefix_cache_hits: int = 0
     states_restored: int = 0
+    shared_prefix_rows: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     images_computed: int = 0
@@ -169,6 +170,7 @@ def run_rank(
         epoch.load()
         epoch.start_engine(publish, lambda step: None)
         assert process.kv_places.wait_ready(20), "the host tier has not started"
+        _never_wait_outside(epoch.engine.scheduler)
         if keep_logits:
             _record_logits(epoch.engine, result)
         _spoil_unused_states(epoch)
@@ -179,6 +181,7 @@ def run_rank(
         result.work = epoch.engine.stats.work.total
         result.num_preemptions = epoch.engine.scheduler.num_preemptions
         counts = epoch.engine.stats.snapshot()
+        result.shared_prefix_rows = counts.get("shared_prefix_rows", 0)
         result.num_draft_tokens = counts["draft_tokens"]
         result.num_accepted_tokens = counts["accepted_tokens"]
         if process.images is not None:
@@ -206,7 +209,6 @@ def _step_to_the_end(epoch: Any, events: list[Event], max_steps: int, result: Ra
                 epoch.engine.submit(event.request)
             else:
                 epoch.engine.abort(event.abort)
-        _await_transfers(epoch.engine.scheduler)
         plan = epoch.engine.step()
         result.num_steps += plan.run
         if plan.sleeps:
@@ -220,8 +222,22 @@ def _step_to_the_end(epoch: Any, events: list[Event], max_steps: int, result: Ra
     raise AssertionError(f"not done after {max_steps} steps")
 
 
+def _never_wait_outside(scheduler: Any) -> None:
+    """Let steps wait for transfers where a rank would otherwise have no work: the ranks leave when none has any."""
+    schedule = scheduler.schedule
+
+    def waiting_schedule(prefill_cap: int) -> Any:
+        batch = schedule(prefill_cap)
+        while not batch.seqs and scheduler._by_id and scheduler.cache.transfers_ended is not None:
+            _await_transfers(scheduler)
+            batch = schedule(prefill_cap)
+        return batch
+
+    scheduler.schedule = waiting_schedule
+
+
 def _await_transfers(scheduler: Any) -> None:
-    """Let no sequence wait outside the scheduler, because the ranks leave when none has work, and end all saves."""
+    """End all transfers."""
     deadline = time.monotonic() + 20
     while (transfers := scheduler.cache.transfers) is not None and transfers.num_open:
         assert time.monotonic() < deadline, "a transfer does not end"

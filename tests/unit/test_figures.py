@@ -21,6 +21,8 @@ CLAIMS: dict[str, tuple[Claims, ...]] = {
     "docs/cluster.md": (constants.cluster,),
     "docs/configuration.md": (pages.configuration,),
     "docs/experiments.md": (experiments.claims,),
+    "docs/experts.md": (constants.experts,),
+    "docs/kv-cache.md": (constants.kv_cache,),
     "docs/images.md": (constants.images,),
     "docs/models.md": (pages.models, constants.models),
     "docs/offline.md": (pages.offline, constants.offline),

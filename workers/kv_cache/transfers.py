@@ -23,8 +23,8 @@ MIN_GAIN = 64
 """Tokens that a load must bring, because waiting for it takes about as long as to compute them."""
 BATCH_BYTES, BATCH_S = 2**20, 0.25
 """Blocks wait to be saved until they are so large together, or have waited so long."""
-HELD_SHARE = 16
-"""One block in so many may be held by saves, so that they take no memory from sequences."""
+HELD_SHARE = 4
+"""One block in so many may be held by saves, most of which their sequences hold too."""
 
 
 class Load(NamedTuple):
@@ -55,6 +55,7 @@ class BlockTransfers:
 
     groups      of the KVCacheManager
     connectors  bound here, until `close`
+    num_ended   transfers that have ended
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class BlockTransfers:
         self._most_held = max(1, num_blocks // HELD_SHARE)
         self._most_unsaved = 2 * num_blocks
         self._coming: set[bytes] = set()  # keys of blocks that are loaded now
+        self.num_ended = 0
         self._parked: list[Sequence] = []  # they wait for loads of other sequences
         self.counts = TransferCounts()
         for connector in connectors:
@@ -163,6 +165,7 @@ class BlockTransfers:
         return [seq for seq in ready if not seq.finished]
 
     def _end(self, transfer: Transfer) -> list[Sequence]:
+        self.num_ended += 1
         if (held := self._saves.pop(transfer, None)) is not None:
             self._let_go(held)
             return []

@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 KEEP_S = 120.0
 """Time for a rank to start in the place of the last one of a node."""
 POLL_S = 0.5
-LEAST_ROW = 512
-"""Bytes of the smallest rows for which the filter of names has room."""
 
 
 def address_of(name: str) -> bytes:
@@ -56,6 +54,7 @@ class KeeperConfig:
 
     name          of the server's ranks on this node
     num_bytes     of the shared memory
+    row_bytes     of the smallest rows, by which the filter of names has its size
     owner         process that starts ranks, with the time of its start: the keeper ends with it
     disk_path     folder of the file tier; None: there is none
     disk_bytes    of its files at most
@@ -65,6 +64,7 @@ class KeeperConfig:
     name: str
     num_bytes: int
     owner: tuple[int, int]
+    row_bytes: int = 512
     disk_path: str | None = None
     disk_bytes: int = 0
     disk_salt: str = ""
@@ -86,7 +86,7 @@ class Keeper:
 
     def __init__(self, config: KeeperConfig):
         self._config = config
-        size = hint_bytes(config.num_bytes // LEAST_ROW)
+        size = hint_bytes((config.num_bytes + config.disk_bytes) // config.row_bytes)
         self.fd = os.memfd_create("phalanx-kv")
         os.ftruncate(self.fd, size + config.num_bytes)
         self._rows_at, self._hint_bytes = size, size

@@ -14,7 +14,7 @@ from workers.kv_cache.caches import CacheMemory
 from workers.kv_cache.transfers import BlockTransfers
 from workers.kv_transfer.connector import KVConnector
 from workers.kv_transfer.contents import CacheContents, compatibility_of
-from workers.kv_transfer.host_tier import HostTier
+from workers.kv_transfer.host_tier import LEAST_UNIT, STATE_UNIT, HostTier
 from workers.kv_transfer.keeper import KeeperConfig
 
 READY_S = 5.0
@@ -40,8 +40,9 @@ class KVPlaces:
             name=hashlib.blake2b(store.encode(), digest_size=16).hexdigest(),
             num_bytes=int(cache.host_memory_gib * GIB),
             owner=(os.getppid(), start_ticks(os.getppid())),
+            row_bytes=max(LEAST_UNIT, caches.block_bytes or STATE_UNIT),
             disk_path=cache.disk_path,
-            disk_bytes=int(cache.disk_gib * GIB),
+            disk_bytes=0 if cache.disk_path is None else int(cache.disk_gib * GIB),
             disk_salt=_dates(config.model.folder),
         )
         self._host = HostTier(

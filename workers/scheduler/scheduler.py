@@ -68,6 +68,7 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._admitted: list[Sequence] = []
         self._arrivals = itertools.count()
+        self._blocked_by: int | None = None  # transfers that had ended when others left no memory
         self.num_preemptions = 0
         self.num_invalid = 0  # requests that ended because of their logits
         self.speculator: Speculator | None = None
@@ -77,8 +78,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence runs or waits for its turn; one that waits for its images or for a load does neither."""
-        return bool(self.running or self.waiting)
+        """Whether a sequence runs or waits for its turn, not for images, a load, or memory that transfers hold."""
+        blocked = self._blocked_by is not None and self._blocked_by == self.cache.transfers_ended
+        return not blocked and bool(self.running or self.waiting)
 
     def add(self, request: EngineRequest, grammar: Grammar | None = None) -> str | None:
         """Queue `request`; return the reason why it can never run here, or None.
@@ -199,11 +201,12 @@ class Scheduler:
         # Admitting right after a preemption would only undo it.
         if not preempted:
             self._admit(min(budget, prompts), work)
+        self._blocked_by = None if work or self.running else self.cache.transfers_ended
         return ScheduledBatch.of(work, self._admitted, self.cache.copies)
 
     def settle(self, *, idle: bool = False) -> None:
         """Let sequences wait for their turn again when their loads have ended; `idle` as in KVCacheManager.settle."""
-        for seq in self.cache.settle(idle=idle):
+        for seq in self.cache.settle(idle=idle and self._blocked_by is None):
             insort(self.waiting, seq, key=_by_order)
 
     def launched(self, batch: ScheduledBatch) -> None:

@@ -1,0 +1,330 @@
+"""Sessions that pause, with and without a host tier of KV: rates, first tokens, restores, and a rank that is killed.
+
+Two servers, one after the other, with `cache.host_memory_gib` and without. The KV caches of the devices together hold a
+quarter of the KV of all sessions. For each server:
+
+sessions  each turn of a session sends its text so far and `--growth` random tokens more; `--concurrency` sessions at
+          once, in turns. Counted are the turns behind the first one
+random    prompts that share nothing
+kill      SIGKILL for a rank while sessions of `--kill-tokens` tokens stream: the longest gap of each stream behind it
+
+Restores: bytes over the time of their copies, from /metrics, beside one plain copy of pinned memory to the device (on
+CPU: from memory to memory). Answers of both servers are compared; on GPUs they may differ by rounding.
+
+A dry run on a CPU:
+
+    python -m scripts.bench.kv_tier --config configs/local.yaml --ranks 2 --sessions 8 --tokens 512 --turns 2 \\
+        --concurrency 4 --output-len 8 --kill-tokens 256 --host-gib 0.5 --set cluster.device=cpu --out /tmp/kv-tier
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.bench import machine
+from cluster.config.load import load_config
+from kernels.host import cuda_environment
+from scripts.bench import ROOT, results
+from scripts.bench.servers import ServerProcess, free_port, phalanx
+
+VOCABULARY = range(1, 256)
+TIMEOUT_S = 900.0
+COUNTS_S = 3.0
+"""Time after which a rank has looked at the counters of its store."""
+LINK = """
+import time, torch
+cuda = torch.cuda.is_available()
+source = torch.ones(2**28, dtype=torch.uint8, pin_memory=cuda)
+target = torch.empty(2**28, dtype=torch.uint8, device="cuda" if cuda else "cpu")
+best = 0.0
+for _ in range(6):
+    started = time.perf_counter()
+    target.copy_(source, non_blocking=True)
+    if cuda:
+        torch.cuda.synchronize()
+    best = max(best, 2**28 / (time.perf_counter() - started))
+print(best)
+"""
+
+
+@dataclass
+class Stream:
+    """One streamed answer: when it was sent, when each chunk came, its text and its count of cached tokens."""
+
+    sent: float = field(default_factory=time.monotonic)
+    times: list[float] = field(default_factory=list)
+    text: str = ""
+    tokens: int = 0
+    cached: int = 0
+
+
+async def ask(client: httpx.AsyncClient, model: str, prompt: list[int], length: int) -> Stream:
+    """Stream one greedy answer of exactly `length` tokens."""
+    found = Stream()
+    body = {"model": model, "prompt": prompt, "max_tokens": length, "temperature": 0}
+    body |= {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            item = json.loads(line.removeprefix("data: "))
+            if item["choices"]:
+                found.times.append(time.monotonic())
+                found.text += item["choices"][0]["text"]
+            if item.get("usage"):
+                found.tokens = item["usage"]["completion_tokens"]
+                found.cached = (item["usage"].get("prompt_tokens_details") or {})["cached_tokens"]
+    assert found.tokens == length, f"{found.tokens} tokens in place of {length}"
+    return found
+
+
+async def at_once(limit: int, calls: Iterable[Callable[[], Awaitable[Stream]]]) -> list[Stream]:
+    """Return the results of `calls`, of which `limit` run at once, in their order."""
+    places = asyncio.Semaphore(limit)
+
+    async def one(call: Callable[[], Awaitable[Stream]]) -> Stream:
+        async with places:
+            return await call()
+
+    return await asyncio.gather(*map(one, calls))
+
+
+def figures(streams: list[Stream], num_prompt_tokens: int) -> dict[str, Any]:
+    """Return rates and first tokens of streams that ran together, and a digest of what they answered."""
+    seconds = max(it.times[-1] for it in streams) - min(it.sent for it in streams)
+    first = sorted(it.times[0] - it.sent for it in streams)
+    return {
+        "requests": len(streams),
+        "seconds": round(seconds, 3),
+        "output_tok_s": round(sum(it.tokens for it in streams) / seconds, 2),
+        "total_tok_s": round((num_prompt_tokens + sum(it.tokens for it in streams)) / seconds, 1),
+        "first_token_p50_s": round(statistics.median(first), 4),
+        "first_token_p99_s": round(first[min(len(first) - 1, int(0.99 * len(first)))], 4),
+        "cached_share": round(sum(it.cached for it in streams) / max(1, num_prompt_tokens), 4),
+        "texts": [it.text for it in streams],
+    }
+
+
+@dataclass
+class Bench:
+    """One server under measurement."""
+
+    options: argparse.Namespace
+    client: httpx.AsyncClient
+    model: str
+    server: ServerProcess
+
+    async def sessions(self) -> dict[str, Any]:
+        """Play all turns; return the figures of those behind the first one."""
+        options, chance = self.options, random.Random(1)
+        texts = [chance.choices(VOCABULARY, k=options.tokens) for _ in range(options.sessions)]
+        found, num_prompt_tokens, first = list[Stream](), 0, list[Stream]()
+        for turn in range(options.turns):
+            streams = await at_once(
+                options.concurrency,
+                [self._call(list(text), options.output_len) for text in texts],
+            )
+            if turn:
+                found += streams
+                num_prompt_tokens += sum(map(len, texts))
+            else:
+                first = streams
+            for text in texts:
+                text += chance.choices(VOCABULARY, k=options.growth)
+        own = figures(found, num_prompt_tokens)
+        return {**own, "first_turn": {**figures(first, 0), "texts": []}}
+
+    def _call(self, prompt: list[int], length: int) -> Callable[[], Awaitable[Stream]]:
+        return lambda: ask(self.client, self.model, prompt, length)
+
+    async def random(self) -> dict[str, Any]:
+        """Prompts that share nothing, all at once."""
+        options, chance = self.options, random.Random(2)
+        prompts = [chance.choices(VOCABULARY, k=options.tokens) for _ in range(options.prompts)]
+        calls = [self._call(prompt, options.output_len) for prompt in prompts]
+        return figures(await at_once(options.concurrency, calls), sum(map(len, prompts)))
+
+    async def kill(self) -> dict[str, Any]:
+        """Kill the last rank while all sessions stream; return the longest gap of each stream from then on."""
+        options, chance = self.options, random.Random(3)
+        prompts = [
+            chance.choices(VOCABULARY, k=options.kill_tokens) for _ in range(options.kill_sessions)
+        ]
+        streams = asyncio.gather(
+            *(self._call(prompt, options.kill_output_len)() for prompt in prompts)
+        )
+        await asyncio.sleep(options.kill_after_s)
+        assert not streams.done(), "all answers are complete: raise --kill-output-len"
+        ranks = [
+            process
+            for process in psutil.Process(self.server.pid).children(recursive=True)
+            if "RankActor" in " ".join(process.cmdline())
+        ]
+        ranks[-1].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        pauses = []
+        for stream in await streams:
+            after = [killed, *(it for it in stream.times if it > killed)]
+            if stream.times[0] < killed < stream.times[-1]:
+                pauses.append(max(later - earlier for earlier, later in pairwise(after)))
+        return {
+            "open_streams": len(pauses),
+            "pause_p50_s": round(statistics.median(pauses), 3) if pauses else None,
+            "pause_max_s": round(max(pauses), 3) if pauses else None,
+            "texts": [stream.text for stream in await streams],
+        }
+
+    async def counters(self) -> dict[str, float]:
+        """Return the counters of KV of all ranks, added up, with the values of their labels."""
+        await asyncio.sleep(COUNTS_S)
+        text, found = (await self.client.get("/metrics")).text, dict[str, float]()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name.startswith("phalanx:kv_"):
+                    labels = sample.labels
+                    parts = [labels[it] for it in ("place", "direction", "kind") if it in labels]
+                    name = " ".join([sample.name.removeprefix("phalanx:"), *parts])
+                    found[name] = found.get(name, 0) + sample.value
+        return found
+
+
+def settings_of(options: argparse.Namespace, *, tier: bool) -> list[str]:
+    """Return the settings of a server, with caches for a quarter of the KV of all sessions."""
+    block, ranks = options.block_size, options.ranks
+    longest = options.tokens + options.growth * options.turns + options.output_len
+    longest = max(longest, options.kill_tokens + options.kill_output_len)
+    quarter = options.sessions * options.tokens // (4 * ranks * block)
+    num_blocks = options.num_blocks or max(quarter, -(-longest // block) + 1)
+    return [
+        f"cluster.ranks={ranks}",
+        f"cache.block_size={block}",
+        f"cache.num_blocks={num_blocks}",
+        f"cache.host_memory_gib={options.host_gib if tier else 0}",
+        f"model.max_model_len={longest}",
+        *options.set,
+    ]
+
+
+async def measure(server: ServerProcess, options: argparse.Namespace, model: str) -> dict[str, Any]:
+    """Run all parts on one server."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=server.url, timeout=TIMEOUT_S, limits=limits, trust_env=False
+    ) as client:
+        bench, found = Bench(options, client, model, server), dict[str, Any]()
+        found["sessions"] = await bench.sessions()
+        found["counters"] = await bench.counters()
+        for part in options.parts:
+            found[part] = await getattr(bench, part)()
+            if part == "kill":
+                found["counters_after_kill"] = await bench.counters()
+        return found
+
+
+def serve(options: argparse.Namespace, *, tier: bool) -> dict[str, Any]:
+    """Start a server, measure it, stop it."""
+    settings = settings_of(options, tier=tier)
+    with tempfile.TemporaryDirectory(prefix="phalanx-kv-tier-") as folder:
+        port, log = free_port(), Path(folder) / "log"
+        command = phalanx("serve", options.config, [f"serve.port={port}", *settings])
+        model = load_config(options.config, settings).serve.model_name
+        assert model is not None
+        try:
+            server = ServerProcess(command, port, model, log, options.start_timeout_s)
+            try:
+                return {"settings": settings, **asyncio.run(measure(server, options, model))}
+            finally:
+                server.stop()
+        except BaseException:
+            print(log.read_text(errors="replace")[-6000:], file=sys.stderr)
+            raise
+
+
+def compare(on: dict[str, Any], off: dict[str, Any], link: float) -> dict[str, Any]:
+    """Return the figures of the tier over those without it, and remove the texts."""
+    parts = ["sessions", *(part for part in ("random", "kill") if part in on)]
+    texts = {part: (on[part].pop("texts"), off[part].pop("texts")) for part in parts}
+    loaded, seconds = (
+        on["counters"].get(f"{name}_total load", 0)
+        for name in ("kv_moved_bytes", "kv_copy_seconds")
+    )
+    found: dict[str, Any] = {
+        "output_tok_s": on["sessions"]["output_tok_s"] / off["sessions"]["output_tok_s"],
+        "first_token_p50": off["sessions"]["first_token_p50_s"]
+        / on["sessions"]["first_token_p50_s"],
+        "restore_bytes_s": loaded / seconds if seconds else None,
+        "restore_share_of_link": loaded / seconds / link if seconds else None,
+        "equal_answers": {
+            part: f"{sum(a == b for a, b in zip(*pair, strict=True))} of {len(pair[0])}"
+            for part, pair in texts.items()
+        },
+    }
+    if "random" in on:
+        found["random_total_tok_s"] = on["random"]["total_tok_s"] / off["random"]["total_tok_s"]
+    if on.get("kill", {}).get("pause_p50_s") and off["kill"]["pause_p50_s"]:
+        found["kill_pause_p50"] = off["kill"]["pause_p50_s"] / on["kill"]["pause_p50_s"]
+    return {
+        key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "gpu-bench.yaml")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--sessions", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=16_384, help="of a session's first turn")
+    parser.add_argument("--growth", type=int, default=128, help="tokens that each turn adds")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--concurrency", type=int, default=16, help="sessions in flight")
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=32, help="random prompts")
+    parser.add_argument("--kill-sessions", type=int, default=32)
+    parser.add_argument("--kill-tokens", type=int, default=4000)
+    parser.add_argument("--kill-output-len", type=int, default=512)
+    parser.add_argument("--kill-after-s", type=float, default=5.0)
+    parser.add_argument("--parts", nargs="*", default=["random", "kill"])
+    parser.add_argument("--host-gib", type=float, default=128.0)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--num-blocks", type=int, help="in place of a quarter of the sessions' KV")
+    parser.add_argument("--set", action="append", default=[], help="setting of both servers")
+    parser.add_argument("--start-timeout-s", type=float, default=600.0)
+    results.add_options(parser, "kv-tier", drawn=False)
+    options = parser.parse_args()
+    cuda_environment.prepare(os.environ)
+    num_gpus = min(len(machine.hardware()["gpus"]), options.ranks)
+    report: dict[str, Any] = {
+        "method": __doc__,
+        **results.origin(num_gpus, options.commit, served=True),
+        "options": {key: str(value) for key, value in vars(options).items()},
+    }
+    measured = subprocess.run([sys.executable, "-c", LINK], capture_output=True, check=True)
+    report["link_bytes_s"] = link = float(measured.stdout)
+    on, off = serve(options, tier=True), serve(options, tier=False)
+    report["ratios"] = compare(on, off, link)
+    report["servers"] = {"host tier": on, "without": off}
+    results.save(options.out, report)
+    print(json.dumps(report["ratios"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
