@@ -25,6 +25,8 @@ from kernels.all2all import deepep_limits
 from tests.claims import ROOT, row
 from tests.published_configs import PUBLISHED
 from workers.engine import datagram_vote
+from workers.kv_cache import transfers
+from workers.kv_transfer import keeper, row_copies
 from workers.models.registry import parse_model_config
 from workers.overlap import policy
 from workers.rank import actor
@@ -91,6 +93,15 @@ def api() -> Iterator[str]:
     for name in ("openai-agents", "langchain-openai", "instructor", "litellm"):
         (version,) = (line.partition("==")[2] for line in pinned if line.startswith(f"{name}=="))
         yield row(f"`{name}`", version)
+
+
+def kv_cache() -> Iterator[str]:
+    """docs/kv-cache.md."""
+    yield f"If {transfers.MIN_GAIN} tokens or more are there"
+    yield f"{keeper.KEEP_S:.0f} s after the last rank of a server"
+    yield f"two buffers of {row_copies.BUFFER_BYTES >> 20} MiB, or of the size of a state"
+    assert transfers.HELD_SHARE == 4
+    yield "Up to a quarter of the KV blocks are held while they are copied"
 
 
 def backends() -> Iterator[str]:

@@ -21,6 +21,7 @@ CLAIMS: dict[str, tuple[Claims, ...]] = {
     "docs/cluster.md": (constants.cluster,),
     "docs/configuration.md": (pages.configuration,),
     "docs/experiments.md": (experiments.claims,),
+    "docs/kv-cache.md": (constants.kv_cache,),
     "docs/models.md": (pages.models, constants.models),
     "docs/offline.md": (pages.offline, constants.offline),
     "docs/operations.md": (operations.claims, constants.operations),
