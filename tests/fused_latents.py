@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from kernels.attention.base import Attention
+from kernels.attention.base import Attention, GraphForm
 from kernels.interface.attention_spec import AttentionSpec
 from tests.closeness import calc_diff
+from tests.shared_case import Groups, share_latents, with_groups
 from tests.unit.test_kernels_attention import Pages, Seqs
 from tests.unit.test_mla import LatentRows
 
@@ -42,18 +43,33 @@ class FusedRows(LatentRows):
 
 
 def check(
-    attention: Attention, seqs: Seqs, *, padding: int = 2, device: str = "cpu", graph: int = 0
+    attention: Attention,
+    seqs: Seqs,
+    *,
+    padding: int = 2,
+    device: str = "cpu",
+    graph: int = 0,
+    groups: Groups = (),
+    form: GraphForm | None = None,
 ) -> None:
-    """Run one batch through all layers; with `graph`, planned as for a graph of that many rows."""
+    """Run one batch through all layers; with `graph`, planned as for a graph of that many rows.
+
+    groups   of decodes that share blocks
+    form     of the graph; None: the one that shares for groups, otherwise the one for any decodes
+    """
     padding = graph - sum(new for _, new in seqs) if graph else padding
     pages = Pages(seqs, [], attention.block_size, DTYPE, padding)
     layers = [FusedRows(pages, spec, padding, device) for spec in attention.specs]
+    share_latents(pages, layers, groups)
     pages.block_table, pages.slots = pages.block_table.to(device), pages.slots.to(device)
     attention.bind([layer.cache for layer in layers])
-    batch = pages.batch()
+    batch = with_groups(pages.batch(), groups)
     if graph:
         attention.reserve_graphs(graph, graph, 512)
-        attention.plan_graph(batch, graph, attention.forms(graph, prompts=False)[-1])
+        best = attention.form(batch, graph, prompts=False)
+        assert best.shares == bool(groups)
+        general = best if groups else attention.forms(graph, prompts=False)[-1]
+        attention.plan_graph(batch, graph, form or general)
     else:
         attention.plan(batch)
     for number, layer in enumerate(layers):
@@ -83,26 +99,40 @@ class _Planned:
 
 
 class FakeMla(_Planned):
-    """`flashinfer.mla.BatchMLAPagedAttentionWrapper` of one row a sequence."""
+    """`flashinfer.mla.BatchMLAPagedAttentionWrapper`, whose rows see all of their sequence."""
 
     def plan(self, *arguments: Any) -> None:
-        rows, self.starts, self.pages, self.lens, self.heads = arguments[:5]
+        self.rows, self.starts, self.pages, self.lens, self.heads = arguments[:5]
         self.rank, self.rope, self.page_size, causal, self.scale = arguments[5:10]
         assert arguments[10:] == (DTYPE, DTYPE) and not causal
-        assert rows.tolist() == list(range(len(self.lens) + 1)) and rows.dtype == torch.int32
-        assert self.starts.dtype == self.pages.dtype == self.lens.dtype == torch.int32
+        assert len(self.rows) == len(self.starts) == len(self.lens) + 1
+        assert self.rows.dtype == self.starts.dtype == self.pages.dtype == torch.int32
+        assert self.lens.dtype == torch.int32
 
-    def run(self, q_nope: Any, q_pe: Any, ckv: Any, kpe: Any, *, out: Any) -> None:
-        assert q_nope.shape == out.shape == (len(self.lens), self.heads, self.rank)
-        for row, length in enumerate(self.lens.tolist()):
-            if not length:
-                out[row] = 0
-                continue
-            pages = self.pages[int(self.starts[row]) : int(self.starts[row + 1])].long()
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        ckv: torch.Tensor,
+        kpe: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> None:
+        assert q_nope.shape == out.shape and q_nope.shape[1:] == (self.heads, self.rank)
+        assert len(q_nope) >= self.rows[-1] and return_lse == (lse is not None)
+        for seq, length in enumerate(self.lens.tolist()):
+            rows = slice(int(self.rows[seq]), int(self.rows[seq + 1]))
+            pages = self.pages[int(self.starts[seq]) : int(self.starts[seq + 1])].long()
             latents = ckv[pages].flatten(0, 1)[:length].float()
             keys = kpe[pages].flatten(0, 1)[:length].float()
-            scores = q_nope[row].float() @ latents.T + q_pe[row].float() @ keys.T
-            out[row] = ((scores * self.scale).softmax(-1) @ latents).to(DTYPE)
+            scores = q_nope[rows].float() @ latents.T + q_pe[rows].float() @ keys.T
+            scores *= self.scale
+            found = scores.softmax(-1) @ latents
+            out[rows] = found.to(DTYPE)
+            if lse is not None:
+                lse[rows] = scores.logsumexp(-1) / math.log(2)
 
 
 class FakeRagged(_Planned):

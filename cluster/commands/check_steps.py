@@ -80,6 +80,22 @@ def _comm_sms(config: OverlapConfig, policy: OverlapPolicy, all2all: type[AllToA
     return f"{policy.comm_sms} ({policy.reasons['comm_sms']})"
 
 
+def cascade_line(config: RankConfig, selection: Selection, model: ModelConfig) -> str:
+    """Whether decodes read leading blocks that they share once."""
+    if config.kernels.cascade == "off":
+        return "off: kernels.cascade is off"
+    if not config.cache.prefix_caching:
+        return "off: cache.prefix_caching is false, so sequences share no blocks"
+    if model.pooling is not None:
+        return "off: the model has no decodes"
+    refusal = selection.attention_class.cascade_refusal(model.attention_specs)
+    if refusal is not None:
+        return f"off: {refusal}"
+    return (
+        "on: decodes that begin with equal KV blocks read them once, where enough tokens are shared"
+    )
+
+
 def speculation_line(config: RankConfig, model: ModelConfig) -> str:
     """The drafter, and the memory that drafts add: rows with logits, and their inputs beside states."""
     speculation = config.speculation

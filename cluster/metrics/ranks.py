@@ -48,6 +48,14 @@ COUNTERS = {
     "preemptions": ("num_preemptions", "Requests preempted for lack of KV blocks."),
     "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the cache."),
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the cache."),
+    "shared_prefix_rows": (
+        "shared_prefix_rows",
+        "Decodes that read leading KV blocks together with other ones.",
+    ),
+    "shared_prefix_tokens_saved": (
+        "shared_prefix_tokens_saved",
+        "Tokens of K and V that a layer did not read again, because decodes read them together.",
+    ),
     "states_restored": (
         "states_restored",
         "Requests that went on from a state in the prefix cache.",

@@ -72,8 +72,10 @@ class LLM:
         from cluster.offline.dispatcher import COMPLETIONS
 
         _check_names(fields, CompletionRequest.model_fields)
-        fields = self._with_adapter(fields, adapter)
-        return self._answer(COMPLETIONS, "prompt", _as_prompts(prompts), params, fields)
+        inputs = _as_prompts(prompts)
+        return self._answer(
+            COMPLETIONS, "prompt", inputs, params, self._with_adapter(fields, adapter)
+        )
 
     def chat(
         self,
@@ -91,8 +93,8 @@ class LLM:
         from cluster.offline.dispatcher import CHAT
 
         _check_names(fields, ChatRequest.model_fields)
-        fields = self._with_adapter(fields, adapter)
-        return self._answer(CHAT, "messages", _as_conversations(conversations), params, fields)
+        inputs = _as_conversations(conversations)
+        return self._answer(CHAT, "messages", inputs, params, self._with_adapter(fields, adapter))
 
     def embed(
         self,

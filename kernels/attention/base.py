@@ -10,9 +10,11 @@ from enum import IntEnum
 import torch
 
 from kernels.attention.batch import AttentionBatch as AttentionBatch
+from kernels.attention.shared_prefixes import SharedPrefixes, SharingCost, find_shared
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.backend import Backend, BackendShape
 from kernels.interface.kv_layout import KVGroup, KVLayout, group_layers, layout_of
+from kernels.interface.shared_reads import SharedReads
 
 
 class GraphForm(IntEnum):
@@ -23,6 +25,7 @@ class GraphForm(IntEnum):
     NEW_PROMPTS   decodes, and prompts without computed tokens; faster than MIXED
     MIXED         decodes and any prompts
     DRAFTS        decodes, with drafts behind them or without
+    SHARED_DECODES, SHARED_MIXED   as DECODES and MIXED; leading blocks that decodes share are read once
     """
 
     EVEN_DECODES = 0
@@ -30,6 +33,24 @@ class GraphForm(IntEnum):
     NEW_PROMPTS = 2
     MIXED = 3
     DRAFTS = 4
+    SHARED_DECODES = 5
+    SHARED_MIXED = 6
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether sequences may be prompts of several rows."""
+        return self in (GraphForm.NEW_PROMPTS, GraphForm.MIXED, GraphForm.SHARED_MIXED)
+
+    @property
+    def shares(self) -> bool:
+        """Whether leading blocks that decodes share are read once."""
+        return self in (GraphForm.SHARED_DECODES, GraphForm.SHARED_MIXED)
+
+
+# Fewer decodes do not read enough to pay for a shared pass, and in steps of more rows prompts take most of the time.
+# Each size between has a graph more.
+LEAST_SHARED_DECODES = 8
+MOST_SHARED_MIXED = 1024
 
 
 class Attention(Backend):
@@ -53,12 +74,17 @@ class Attention(Backend):
     sinks: bool = False
     # Whether it serves caches in e4m3.
     fp8_cache: bool = False
+    # Whether its decodes can read leading blocks that they share once, and from where that pays.
+    cascades: bool = False
+    sharing_cost = SharingCost(group_tokens=256, saved_tokens=4096)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         """Take one spec a layer."""
         self.specs = tuple(specs)
         self.block_size = block_size
         self.kv_caches: Sequence[torch.Tensor] = ()
+        # Set where decodes read leading blocks that they share once.
+        self.shared_reads: SharedReads | None = None
 
     @classmethod
     def kept_bytes(cls, shape: BackendShape) -> int:
@@ -78,6 +104,15 @@ class Attention(Backend):
                 return "it has no attention sinks, the model has one for each head"
             if spec.fp8_cache and not cls.fp8_cache:
                 return "it reads K and V in model.dtype alone, cache.dtype is fp8"
+        return None
+
+    @classmethod
+    def cascade_refusal(cls, specs: Iterable[AttentionSpec]) -> str | None:
+        """Return why decodes never read leading blocks that they share once, or None."""
+        if not cls.cascades:
+            return f"{cls.name} reads each sequence by itself"
+        if all(spec.window is not None for spec in specs):
+            return "no layer reads all tokens"
         return None
 
     @classmethod
@@ -110,6 +145,19 @@ class Attention(Backend):
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare what all layers of this forward share."""
+
+    def find_shared(self, batch: AttentionBatch) -> SharedPrefixes | None:
+        """Return the leading blocks that decodes of the batch share, if reading them once pays."""
+        if self.shared_reads is None:
+            return None
+        return find_shared(batch, self.block_size, self.sharing_cost)
+
+    def take_shared(self, batch: AttentionBatch) -> SharedPrefixes | None:
+        """Return the blocks of `find_shared`, and count them: the batch is planned with them."""
+        shared = self.find_shared(batch)
+        if shared is not None and self.shared_reads is not None:
+            self.shared_reads.add(len(shared.rows), shared.saved_tokens)
+        return shared
 
     def __call__(
         self,
@@ -200,6 +248,14 @@ class GraphAttention(Attention):
 
         The last form serves any batch.
         """
+
+    def shared_forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
+        """Return the form of `forms` that reads shared blocks once, if there is one."""
+        if self.shared_reads is None:
+            return ()
+        if prompts:
+            return (GraphForm.SHARED_MIXED,) if num_rows <= MOST_SHARED_MIXED else ()
+        return (GraphForm.SHARED_DECODES,) if num_rows >= LEAST_SHARED_DECODES else ()
 
     @abstractmethod
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:

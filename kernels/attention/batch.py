@@ -50,6 +50,9 @@ class AttentionBatch:
                           entries are any; None: no layer has a window
     state_slots           int64 [B]: slot of each sequence in the pools of linear attention; a sequence with context has
                           a state there. None: no layer has linear attention
+    prefix_groups_cpu     int32 [B]: sequences with equal numbers have the same leading blocks, -1: no other sequence is
+                          known to have them. None: not looked for
+    prefix_blocks_cpu     int32 [B]: how many leading blocks these sequences have in common, all of computed tokens
     """
 
     num_tokens: int
@@ -62,6 +65,8 @@ class AttentionBatch:
     window_block_table: Annotated[torch.Tensor | None, Shape("seq", "block")] = None
     window_slot_mapping: Annotated[torch.Tensor | None, Shape("token")] = None
     state_slots: Annotated[torch.Tensor | None, Shape("seq")] = None
+    prefix_groups_cpu: Annotated[np.ndarray | None, Shape("seq")] = None
+    prefix_blocks_cpu: Annotated[np.ndarray | None, Shape("seq")] = None
     num_verify: int = 0
     rows_before: int = 0
 

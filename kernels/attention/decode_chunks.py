@@ -4,7 +4,7 @@ One program a sequence leaves most of a GPU idle where there are few sequences, 
 others. R rows, a decode each; the last rows may be empty. C chunks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -69,9 +69,20 @@ def whole_rows(seq_lens: np.ndarray, window: int | None, num_rows: int) -> Decod
     return DecodeChunks(rows[:-1], ends - read_keys(ends, window), ends, rows)
 
 
-def cut_rows(seq_lens: np.ndarray, window: int | None, num_rows: int, most: int) -> DecodeChunks:
-    """Return chunks of equal size in arrays of `most`; rows behind `seq_lens` (int [up to R]) are empty."""
+def cut_rows(
+    seq_lens: np.ndarray,
+    window: int | None,
+    num_rows: int,
+    most: int,
+    shared: np.ndarray | None = None,
+) -> DecodeChunks:
+    """Return chunks of equal size in arrays of `most`; rows behind `seq_lens` (int [up to R]) are empty.
+
+    shared   int32 [R], leading keys of each row that no chunk has; None: none
+    """
     whole = whole_rows(seq_lens, window, num_rows)
+    if shared is not None:
+        whole = replace(whole, firsts=np.maximum(whole.firsts, shared))
     num_keys = whole.ends - whole.firsts
     size = chunk_keys(num_keys, num_rows, most)
     counts = np.maximum(1, -(-num_keys // size))
@@ -81,7 +92,12 @@ def cut_rows(seq_lens: np.ndarray, window: int | None, num_rows: int, most: int)
     assert used <= most, f"{used} chunks of {size} keys, at most {most} were reserved"
     seqs, firsts, ends = (np.full(most, fill, np.int32) for fill in (-1, 0, 0))
     seqs[:used] = np.repeat(whole.seqs, counts)
-    number = np.arange(used) - np.repeat(starts[:-1], counts)
-    firsts[:used] = np.repeat(whole.firsts, counts) + number * size
+    firsts[:used] = np.repeat(whole.firsts, counts) + places(counts) * size
     ends[:used] = np.minimum(firsts[:used] + size, np.repeat(whole.ends, counts))
     return DecodeChunks(seqs, firsts, ends, starts)
+
+
+def places(counts: np.ndarray) -> np.ndarray:
+    """Return 0 .. count - 1 for each count, one after the other."""
+    found: np.ndarray = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return found

@@ -30,6 +30,7 @@ from kernels.attention.flashinfer_plans import (
     Planned,
     workspace_bytes,
 )
+from kernels.attention.flashinfer_shared import SharedDecodes
 from kernels.host.hopper import on_hopper
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.backend import BackendShape
@@ -107,7 +108,7 @@ class FlashInferAttention(GraphAttention):
     name = "flashinfer"
     devices = ("cuda",)
     auto = "reads the pages where they lie, planned once a step"
-    fused_store = shortens = True
+    fused_store = shortens = cascades = True
     distributions = ("flashinfer-python",)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
@@ -131,6 +132,14 @@ class FlashInferAttention(GraphAttention):
         self._eager: list[EagerPlans] = []
         self._planned: Sequence[Planned] = ()
         self._graphs: GraphPlans | None = None
+        self._sharing: SharedDecodes | None = None
+
+    @classmethod
+    def cascade_refusal(cls, specs: Iterable[AttentionSpec]) -> str | None:
+        specs = tuple(specs)
+        if len({spec.group_size for spec in specs}) > 1:
+            return "layers have other groups of query heads"
+        return super().cascade_refusal(specs)
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -185,6 +194,9 @@ class FlashInferAttention(GraphAttention):
             EagerPlans(self._flashinfer, shape, workspace, hopper=hopper) for shape in self._shapes
         ]
         self._planned, self._graphs = (), None
+        if self.shared_reads is not None:
+            self._sharing = SharedDecodes(self.specs, self.block_size, self.shared_reads, kv_caches)
+            self.sharing_cost = self._sharing.sharing_cost
         # Of each set of wrappers, because a set copies schedules from pinned memory that its next plan overwrites.
         self._plan_copied: dict[str, torch.cuda.Event] = {
             name: torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -218,8 +230,12 @@ class FlashInferAttention(GraphAttention):
             and batch.num_single_rows < batch.num_seqs
             and prompts_are_new(batch)
         )
-        for plans in self._eager:
-            plans.plan(batch, pages, all_new=all_new)
+        sharing = None if self.find_shared(batch) is None else self._sharing
+        if sharing is not None:
+            sharing.plan(batch)
+        for plans, shape in zip(self._eager, self._shapes, strict=True):
+            shared = None if sharing is None else sharing.of(shape.spec)
+            plans.plan(batch, pages, all_new=all_new, shared=shared)
         copied.record()
 
     def __call__(
@@ -265,21 +281,27 @@ class FlashInferAttention(GraphAttention):
             max_seqs=max_seqs,
             max_blocks=max_blocks,
         )
+        if self._sharing is not None:
+            self._sharing.reserve_graphs(max_seqs, max_blocks)
 
     def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
+        shared = self.shared_forms(num_rows, prompts=prompts)
         if not prompts:
-            return GraphForm.EVEN_DECODES, GraphForm.DECODES
+            return *shared, GraphForm.EVEN_DECODES, GraphForm.DECODES
         if not self._has_new_prompts or num_rows < NEW_PROMPT_ROWS:
-            return (GraphForm.MIXED,)
-        return GraphForm.NEW_PROMPTS, GraphForm.MIXED
+            return *shared, GraphForm.MIXED
+        return *shared, GraphForm.NEW_PROMPTS, GraphForm.MIXED
 
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
         assert self._graphs is not None, "reserve_graphs comes first"
-        forms = self.forms(num_rows, prompts=prompts)
-        fits = len(forms) > 1 and (
-            prompts_are_new(batch) if prompts else self._graphs.even(batch, num_rows)
-        )
-        return forms[0] if fits else forms[-1]
+        for form in self.forms(num_rows, prompts=prompts)[:-1]:
+            if form.shares:
+                fits = self.find_shared(batch) is not None
+            else:
+                fits = prompts_are_new(batch) if prompts else self._graphs.even(batch, num_rows)
+            if fits:
+                return form
+        return GraphForm.MIXED if prompts else GraphForm.DECODES
 
     def drafts_form(self, num_rows: int) -> GraphForm:
         assert self._graphs is not None, "reserve_graphs comes first"
@@ -287,11 +309,10 @@ class FlashInferAttention(GraphAttention):
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
         assert self._graphs is not None, "reserve_graphs comes first"
-        prompts = form in (GraphForm.NEW_PROMPTS, GraphForm.MIXED)
-        drafts = form == GraphForm.DRAFTS
+        drafts, prompts = form == GraphForm.DRAFTS, form.takes_prompts
         copied = self._plan_copied["drafts" if drafts else "prompts" if prompts else "decodes"]
         copied.synchronize()
-        self._planned = self._graphs.plan(batch, num_rows, form)
+        self._planned = self._graphs.plan(batch, num_rows, form, self._sharing)
         self._slots = self._graphs.slots[:num_rows]
         copied.record()
 

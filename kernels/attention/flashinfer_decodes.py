@@ -106,6 +106,22 @@ class Pages:
         return lengths[: self.num_rows + 1], lengths[self.num_rows + 1 :]
 
 
+class PageBuffers:
+    """`Pages` at fixed addresses."""
+
+    def __init__(self, num_rows: int, max_pages: int, device: torch.device):
+        self.lengths = torch.zeros(2 * num_rows + 1, dtype=torch.int32, device=device)
+        self.pages = torch.zeros(max_pages, dtype=torch.int32, device=device)
+
+    def of(self, num_rows: int) -> dict[str, torch.Tensor]:
+        """Return the buffers of `Pages` of `num_rows` rows, under the names of wrappers' arguments."""
+        return {
+            "paged_kv_indptr": self.lengths[: num_rows + 1],
+            "paged_kv_last_page_len": self.lengths[num_rows + 1 : 2 * num_rows + 1],
+            "paged_kv_indices": self.pages,
+        }
+
+
 def chunk_pages(
     num_pages: np.ndarray, num_rows: int, max_chunks: int, num_blocks: int
 ) -> int | None:

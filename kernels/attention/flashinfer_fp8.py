@@ -196,7 +196,7 @@ class FlashInferFp8Attention(TritonPagedAttention):
         norm_Nd: torch.Tensor | None = None,
         eps: float = 0.0,
     ) -> None:
-        slots, caches = self._layers[None].slots, self._caches[layer]
+        slots, caches = self.layers[None].slots, self._caches[layer]
         self._norm_rotate_store(qkv_TMd, norm_Nd, eps, rotation_T1r, slots, *caches)
         wait_previous_ubatch()
 

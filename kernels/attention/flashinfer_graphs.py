@@ -17,6 +17,7 @@ from kernels.attention.base import AttentionBatch, GraphForm
 from kernels.attention.flashinfer_decodes import (
     ALIGNMENT_BYTES,
     Decodes,
+    PageBuffers,
     Pages,
     Shape,
     chunk_pages,
@@ -25,6 +26,7 @@ from kernels.attention.flashinfer_decodes import (
 )
 from kernels.attention.flashinfer_planned import PlannedDecodes, PlannedDrafts, PlannedMixed
 from kernels.attention.flashinfer_plans import Planned
+from kernels.attention.flashinfer_shared import SharedDecodes
 
 # Of a schedule of decodes; some 30 bytes a row are used.
 SCHEDULE_BYTES = 2**20
@@ -32,22 +34,6 @@ SCHEDULE_BYTES = 2**20
 DRAFT_BYTES = 256 * 2**20
 PREFILL_TILE_ROWS = 128  # tokens, of one head
 PREFILL_FIELDS = 8  # int32 of a tile in FlashAttention 3's schedule
-
-
-class _PageBuffers:
-    """`Pages` at fixed addresses."""
-
-    def __init__(self, num_rows: int, max_pages: int, device: torch.device):
-        self.lengths = torch.zeros(2 * num_rows + 1, dtype=torch.int32, device=device)
-        self.pages = torch.zeros(max_pages, dtype=torch.int32, device=device)
-
-    def of(self, num_rows: int) -> dict[str, torch.Tensor]:
-        """Return the buffers of `Pages` of `num_rows` rows, under the names of wrappers' arguments."""
-        return {
-            "paged_kv_indptr": self.lengths[: num_rows + 1],
-            "paged_kv_last_page_len": self.lengths[num_rows + 1 : 2 * num_rows + 1],
-            "paged_kv_indices": self.pages,
-        }
 
 
 class GraphPlans:
@@ -70,9 +56,9 @@ class GraphPlans:
         self._list_pages, self._block_size = list_pages, shapes[0].block_size
         self._max_seqs, self._device = max_seqs, device
         self.slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._decode_pages = _PageBuffers(max_seqs, max_seqs * max_blocks, device)
-        self._prompt_pages: _PageBuffers | None = None
-        self._drafts: dict[int, tuple[_PageBuffers, torch.Tensor]] = {}  # by rows
+        self._decode_pages = PageBuffers(max_seqs, max_seqs * max_blocks, device)
+        self._prompt_pages: PageBuffers | None = None
+        self._drafts: dict[int, tuple[PageBuffers, torch.Tensor]] = {}  # by rows
         workspace = torch.zeros(
             max(_workspace_bytes(shape, max_seqs) for shape in shapes),
             dtype=torch.uint8,
@@ -90,12 +76,29 @@ class GraphPlans:
             for shape in shapes
         ]
 
-    def plan(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> list[Planned]:
-        """Fill `slots` and all buffers; return the plan of each shape. See GraphAttention.plan_graph."""
+    def plan(
+        self,
+        batch: AttentionBatch,
+        num_rows: int,
+        form: GraphForm,
+        shared: SharedDecodes | None = None,
+    ) -> list[Planned]:
+        """Fill `slots` and all buffers; return the plan of each shape. See GraphAttention.plan_graph.
+
+        shared   computes decodes in a form that shares blocks
+        """
+        assert not form.shares or shared is not None
         if form == GraphForm.DRAFTS:
             return self._plan_drafts(batch, num_rows)
-        if form in (GraphForm.NEW_PROMPTS, GraphForm.MIXED):
-            return self._plan_mixed(batch, num_rows, all_new=form == GraphForm.NEW_PROMPTS)
+        if form.takes_prompts:
+            all_new = form == GraphForm.NEW_PROMPTS
+            return self._plan_mixed(
+                batch, num_rows, shared if form.shares else None, all_new=all_new
+            )
+        if form.shares and shared is not None:
+            shared.plan_graph(batch, num_rows)
+            self.slots[:num_rows].copy_(shared.slots)
+            return [graphs.planned_shared(num_rows, shared) for graphs in self._of_shape]
         assert batch.num_single_rows == batch.num_seqs == batch.num_tokens <= num_rows
         slots = batch.slot_mapping, self.slots[:num_rows]
         cuts = form == GraphForm.DECODES
@@ -144,30 +147,40 @@ class GraphPlans:
             for graphs in self._of_shape
         ]
 
-    def _reserve_drafts(self, num_rows: int) -> tuple[_PageBuffers, torch.Tensor]:
+    def _reserve_drafts(self, num_rows: int) -> tuple[PageBuffers, torch.Tensor]:
         """Return pages and workspace for so many rows: those of a larger graph, which usually is captured first."""
         larger = next((rows for rows in self._drafts if rows >= num_rows), None)
         if larger is not None:
             return self._drafts[larger]
         size = max(graphs.draft_bytes(num_rows) for graphs in self._of_shape)
         workspace = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        return _PageBuffers(num_rows, len(self._decode_pages.pages), self._device), workspace
+        return PageBuffers(num_rows, len(self._decode_pages.pages), self._device), workspace
 
-    def _plan_mixed(self, batch: AttentionBatch, num_rows: int, *, all_new: bool) -> list[Planned]:
+    def _plan_mixed(
+        self,
+        batch: AttentionBatch,
+        num_rows: int,
+        shared: SharedDecodes | None,
+        *,
+        all_new: bool,
+    ) -> list[Planned]:
         if self._prompt_pages is None:
             self._prompt_pages = self._reserve_prompts()
         self._fill_slots(batch, num_rows)
         first = batch.num_single_rows
-        decodes = self._ship(batch, slice(0, first), self._max_seqs, self._decode_pages)
-        decode_starts = self._query_starts(batch, 0, first, self._max_seqs)
-        for graphs in self._of_shape:
-            graphs.plan_some_decodes(decode_starts, decodes)
+        if shared is not None:
+            shared.plan_graph(batch, min(num_rows, self._max_seqs))
+        else:
+            decodes = self._ship(batch, slice(0, first), self._max_seqs, self._decode_pages)
+            decode_starts = self._query_starts(batch, 0, first, self._max_seqs)
+            for graphs in self._of_shape:
+                graphs.plan_some_decodes(decode_starts, decodes)
         starts, prompts = self._query_starts(batch, first, batch.num_seqs, self._max_seqs), None
         if not all_new:
             seqs = slice(first, batch.num_seqs)
             prompts = self._ship(batch, seqs, self._max_seqs, self._prompt_pages)
         return [
-            graphs.plan_prompts(starts, prompts, num_rows, batch.num_tokens)
+            graphs.plan_prompts(starts, prompts, num_rows, batch.num_tokens, shared)
             for graphs in self._of_shape
         ]
 
@@ -184,7 +197,7 @@ class GraphPlans:
         batch: AttentionBatch,
         seqs: slice,
         num_rows: int,
-        buffers: _PageBuffers,
+        buffers: PageBuffers,
         slots: tuple[torch.Tensor, ...] = (),
     ) -> Pages:
         """Fill the buffers with the pages of these sequences, in `num_rows` rows; copy slots[0] to slots[1]."""
@@ -194,8 +207,8 @@ class GraphPlans:
         self._list_pages(batch.block_table[seqs], pages.starts, pages.pages, *slots)
         return pages
 
-    def _reserve_prompts(self) -> _PageBuffers:
-        pages = _PageBuffers(self._max_seqs, len(self._decode_pages.pages), self._device)
+    def _reserve_prompts(self) -> PageBuffers:
+        pages = PageBuffers(self._max_seqs, len(self._decode_pages.pages), self._device)
         for graphs in self._of_shape:
             graphs.reserve_prompts(pages)
         return pages
@@ -214,7 +227,7 @@ class _ShapeGraphs:
         flashinfer: Any,
         shape: Shape,
         workspace: torch.Tensor,
-        decode_pages: _PageBuffers,
+        decode_pages: PageBuffers,
         *,
         max_rows: int,
         max_seqs: int,
@@ -241,7 +254,7 @@ class _ShapeGraphs:
             self._decodes[key] = self._new_decodes(num_rows, cuts)
         chunk = self._chunk_of(pages) if cuts else None
         self._decodes[key].plan(pages, num_rows, chunk, self._shape)
-        return PlannedDecodes(num_rows, self._decodes[key])
+        return PlannedDecodes(num_rows, self._decodes[key].wrapper)
 
     def draft_bytes(self, num_rows: int) -> int:
         """Return the bytes of partial results of a graph of decodes with drafts."""
@@ -251,7 +264,7 @@ class _ShapeGraphs:
         self,
         query_starts: torch.Tensor,
         pages: Pages,
-        buffers: _PageBuffers,
+        buffers: PageBuffers,
         workspace: torch.Tensor,
         num_tokens: int,
     ) -> Planned:
@@ -284,10 +297,19 @@ class _ShapeGraphs:
         chunk = self._chunk_of(pages)
         self._plan_pages(self._some_decodes, query_starts, pages, fixed_split_size=chunk)
 
+    def planned_shared(self, num_rows: int, shared: SharedDecodes) -> Planned:
+        """Return the decodes that `shared` has planned, one a row."""
+        return PlannedDecodes(num_rows, shared.of(self._shape.spec))
+
     def plan_prompts(
-        self, query_starts: torch.Tensor, pages: Pages | None, num_rows: int, num_tokens: int
+        self,
+        query_starts: torch.Tensor,
+        pages: Pages | None,
+        num_rows: int,
+        num_tokens: int,
+        shared: SharedDecodes | None,
     ) -> Planned:
-        """Plan prompts behind the decodes of `plan_some_decodes`; pages None: K and V are the new rows."""
+        """Plan prompts behind the decodes of `shared` or `plan_some_decodes`; pages None: K and V are the new rows."""
         out_THd = self._output()[:num_rows]
         out_THd[num_tokens:].zero_()
         prompts = self._new_prompts if pages is None else self._prompts
@@ -296,9 +318,10 @@ class _ShapeGraphs:
         else:
             self._plan_pages(prompts, query_starts, pages, causal=True)
         rows = min(num_rows, self._max_seqs)
-        return PlannedMixed(rows, self._some_decodes, prompts, out_THd, all_new=pages is None)
+        decodes = self._some_decodes if shared is None else shared.of(self._shape.spec)
+        return PlannedMixed(rows, decodes, prompts, out_THd, all_new=pages is None)
 
-    def reserve_prompts(self, prompt_pages: _PageBuffers) -> None:
+    def reserve_prompts(self, prompt_pages: PageBuffers) -> None:
         """Allocate for graphs with prompts: wrappers with the addresses of the largest step."""
         spec, seqs = self._shape.spec, self._max_seqs
         tiles = spec.num_heads * (-(-self._max_rows // PREFILL_TILE_ROWS) + seqs)

@@ -9,7 +9,7 @@ u = n + v, C values of a latent, W = C + r, B decodes, M rows of prompts, L keys
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,10 @@ from kernels.attention.base import AttentionBatch, GraphAttention, GraphForm
 from kernels.attention.context_chunks import Piece, chunk_limit, cut_contexts
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.flashinfer_decodes import Pages
+from kernels.attention.flashinfer_mla_shared import PAIRED_ROWS, SharedLatents, own_latents
 from kernels.attention.flashinfer_modules import compile_missing, latent_modules
 from kernels.attention.fp8_latents import latent_parts
+from kernels.attention.shared_prefixes import SharingCost
 from kernels.host.hopper import on_hopper
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.backend import BackendShape
@@ -34,6 +36,8 @@ HEAD_DIMS = ((192, 128), (256, 256))
 # For partial results of sequences that are cut: bfloat16 [2 * 132 * 64, C] and their log-sum-exps take 18 MB.
 WORKSPACE_BYTES = 32 * 2**20
 SCHEDULE_BYTES = 8 * 2**20  # of one wrapper
+# A tile of one decode's heads is full from here on, so that stacked decodes compute no faster than they read.
+MOST_SHARING_HEADS = 64
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class FlashInferMlaAttention(GraphAttention):
     name = "flashinfer_mla"
     devices = ("cuda",)
     auto = "latent attention (MLA), decodes on the pages where they lie, planned once a step"
-    fused_store = True
+    fused_store = cascades = True
     mla = True
     distributions: tuple[str, ...] = ("flashinfer-python",)
 
@@ -75,6 +79,19 @@ class FlashInferMlaAttention(GraphAttention):
         self._chunks: list[Chunk] = []
         self._chunk_wrappers: list[Any] = []
         self._graph_pages: torch.Tensor | None = None
+        self._sharing: SharedLatents | None = None
+        self._shares = False  # of the planned decodes
+        self.sharing_cost = replace(
+            SharingCost.on_gpu(self.kv_layout(spec).block_bytes(1, 2)),
+            group_rows=max(2, -(-PAIRED_ROWS // spec.num_heads)),
+        )
+
+    @classmethod
+    def cascade_refusal(cls, specs: Iterable[AttentionSpec]) -> str | None:
+        heads = max((spec.num_heads for spec in specs), default=0)
+        if heads > MOST_SHARING_HEADS:
+            return f"{heads} heads compute for as long as they read latents"
+        return super().cascade_refusal(specs)
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -104,8 +121,8 @@ class FlashInferMlaAttention(GraphAttention):
 
     @classmethod
     def kept_bytes(cls, shape: BackendShape) -> int:
-        """Return the bytes of the workspace and of two schedules; each chunk of a prompt's context has one more."""
-        return WORKSPACE_BYTES + 2 * SCHEDULE_BYTES
+        """Return the bytes of the workspace and of three schedules; each chunk of a prompt's context has one more."""
+        return WORKSPACE_BYTES + 3 * SCHEDULE_BYTES
 
     @classmethod
     def compile_kernels(cls, dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> None:
@@ -144,6 +161,10 @@ class FlashInferMlaAttention(GraphAttention):
     def _load_decodes(self) -> None:
         mla = self._flashinfer.mla.BatchMLAPagedAttentionWrapper
         self._decodes = mla(self._workspace, backend="fa3")
+        if self.shared_reads is not None:
+            wrapper = mla(self._workspace, backend="fa3")
+            place = self.block_size, self._device
+            self._sharing = SharedLatents(wrapper, self._plan_latents, self._list_pages, *place)
         page = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._plan_decodes(torch.arange(2, dtype=torch.int32), page, np.ones(1, dtype=np.int32))
 
@@ -153,6 +174,7 @@ class FlashInferMlaAttention(GraphAttention):
         self._chunks = []
         # Schedules are copied to the device from pinned memory that this plan overwrites.
         self._plan_copied.synchronize()
+        self._shares = False
         if batch.num_single_rows:
             self._plan_single_rows(batch)
         if batch.num_seqs > batch.num_single_rows:
@@ -160,19 +182,37 @@ class FlashInferMlaAttention(GraphAttention):
         self._plan_copied.record()
 
     def _plan_single_rows(self, batch: AttentionBatch) -> None:
-        lens = batch.seq_lens_cpu[: batch.num_single_rows]
+        shared = self.take_shared(batch)
+        if shared is not None and self._sharing is not None:
+            self._shares = True
+            self._sharing.plan(batch, shared)
+        lens, table = own_latents(batch, shared, self.block_size)
         pages = Pages(lens, self.block_size)
         pages.ship(torch.empty(pages.total, dtype=torch.int32, device=self._device))
-        table = batch.block_table[: batch.num_single_rows]
         self._list_pages(table, pages.starts, pages.pages)
         self._plan_decodes(pages.starts_cpu, pages.pages, lens)
 
     def _plan_decodes(
         self, page_starts_cpu: torch.Tensor, pages: torch.Tensor, lens_cpu: np.ndarray
     ) -> None:
-        """Plan one row a sequence; a length of 0 gives a row of zeros. The launch depends on the heads alone."""
-        self._decodes.plan(
-            torch.arange(len(lens_cpu) + 1, dtype=torch.int32),
+        """Plan one row a sequence; a length of 0 gives a row of zeros."""
+        rows = np.arange(len(lens_cpu) + 1, dtype=np.int32)
+        self._plan_latents(self._decodes, rows, page_starts_cpu, pages, lens_cpu)
+
+    def _plan_latents(
+        self,
+        wrapper: Any,
+        rows: np.ndarray,
+        page_starts_cpu: torch.Tensor,
+        pages: torch.Tensor,
+        lens_cpu: np.ndarray,
+    ) -> None:
+        """Plan sequences, all rows of which see all latents; rows are int32 [sequences + 1].
+
+        The launch depends on whether a sequence has more than 64 heads of rows on average, and on no more.
+        """
+        wrapper.plan(
+            torch.from_numpy(rows),
             page_starts_cpu,
             pages,
             torch.from_numpy(np.ascontiguousarray(lens_cpu, dtype=np.int32)),
@@ -269,10 +309,18 @@ class FlashInferMlaAttention(GraphAttention):
         self, q_HBC: torch.Tensor, rope_BHr: torch.Tensor, layer: int
     ) -> torch.Tensor:
         """Return the attention of the planned decodes over the latents themselves, [H, B, C]."""
-        o_HBC = torch.empty_like(q_HBC)
-        parts = self._latents[layer]
-        self._decodes.run(q_HBC.transpose(0, 1), rope_BHr, *parts, out=o_HBC.transpose(0, 1))
-        return o_HBC
+        q_BHC, latents = q_HBC.transpose(0, 1), self._latents[layer]
+        if not self._shares:
+            o_HBC = torch.empty_like(q_HBC)
+            self._decodes.run(q_BHC, rope_BHr, *latents, out=o_HBC.transpose(0, 1))
+            return o_HBC
+        assert self._sharing is not None
+        o_BHC = torch.empty(q_BHC.shape, dtype=q_BHC.dtype, device=q_BHC.device)
+        lse_BH = o_BHC.new_empty(o_BHC.shape[:2], dtype=torch.float32)
+        own = {"out": o_BHC, "lse": lse_BH, "return_lse": True}
+        self._decodes.run(q_BHC, rope_BHr, *latents, **own)
+        self._merge_attention(o_BHC, lse_BH, *self._sharing.run(q_BHC, rope_BHr, latents))
+        return o_BHC.transpose(0, 1)
 
     def _extend(
         self,
@@ -315,25 +363,33 @@ class FlashInferMlaAttention(GraphAttention):
         self._graph_pages = torch.zeros(max_seqs * max_blocks, **new)
         self._graph_lengths = torch.zeros(2 * max_rows + 1, **new)
         self._graph_slots = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
+        if self._sharing is not None:
+            self._sharing.reserve_graphs(max_rows, max_blocks)
 
     def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
         assert not prompts, "steps with prompts are not captured"
-        return (GraphForm.DECODES,)
+        return *self.shared_forms(num_rows, prompts=False), GraphForm.DECODES
 
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
-        return self.forms(num_rows, prompts=prompts)[0]
+        *special, general = self.forms(num_rows, prompts=prompts)
+        return special[0] if special and self.find_shared(batch) is not None else general
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
         assert self._graph_pages is not None, "reserve_graphs comes first"
         assert batch.num_single_rows == batch.num_seqs == batch.num_tokens <= num_rows
         self._plan_copied.synchronize()
-        pages = Pages(batch.seq_lens_cpu, self.block_size, num_rows)
+        shared, self._shares = None, form.shares
+        if form.shares and self._sharing is not None:
+            shared = self.take_shared(batch)
+            self._sharing.plan_graph(batch, shared, num_rows)
+        own_lens, table = own_latents(batch, shared, self.block_size)
+        pages = Pages(own_lens, self.block_size, num_rows)
         assert pages.total <= len(self._graph_pages), "reserve_graphs was given fewer blocks"
         pages.ship(self._graph_pages, self._graph_lengths)
         slots = batch.slot_mapping, self._graph_slots[:num_rows]
-        self._list_pages(batch.block_table[: batch.num_seqs], pages.starts, pages.pages, *slots)
+        self._list_pages(table, pages.starts, pages.pages, *slots)
         lens = np.zeros(num_rows, np.int32)
-        lens[: batch.num_seqs] = batch.seq_lens_cpu
+        lens[: batch.num_seqs] = own_lens
         self._plan_decodes(pages.starts_cpu, pages.pages, lens)
         self._slots, self._chunks = self._graph_slots[:num_rows], []
         self._num_decodes = self._num_rows = num_rows

@@ -30,6 +30,7 @@ class FlashInferMlaFp8Attention(FlashInferMlaAttention):
     name = "flashinfer_mla_fp8"
     auto = "reads latents (MLA) in FP8: decodes by our kernel, prompts expanded in chunks"
     fp8_cache = True
+    cascades = False
     distributions = ("flashinfer-python", "triton")
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):

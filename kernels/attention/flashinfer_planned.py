@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 
-from kernels.attention.flashinfer_decodes import Decodes
 from kernels.attention.flashinfer_plans import Caches, NewRows
 
 
 class PlannedDecodes:
     """One decode a row."""
 
-    def __init__(self, num_rows: int, decodes: Decodes):
-        self._num_rows, self._wrapper = num_rows, decodes.wrapper
+    def __init__(self, num_rows: int, wrapper: Any):
+        self._num_rows, self._wrapper = num_rows, wrapper
 
     def run(self, new: NewRows, caches: Caches) -> torch.Tensor:
         q_THd, *_ = new

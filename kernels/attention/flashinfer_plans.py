@@ -22,6 +22,7 @@ from kernels.attention.flashinfer_decodes import (
     chunk_pages,
     plan_new_prompts,
 )
+from kernels.attention.flashinfer_shared import SharedRun
 
 PREFILL_TILE = 128  # rows of query heads times query tokens
 # For partial results of sequences that are cut, at least.
@@ -63,12 +64,24 @@ class EagerPlans:
             self._new_prompts = ragged(workspace, backend="fa3")
         self._num_tokens = self._num_decodes = 0
         self._all_new = False
+        self._shared: SharedRun | None = None
 
-    def plan(self, batch: AttentionBatch, pages: Pages, *, all_new: bool) -> None:
-        """Plan a batch; `pages` hold all its sequences. all_new: prompts read K and V from the new rows."""
+    def plan(
+        self,
+        batch: AttentionBatch,
+        pages: Pages,
+        *,
+        all_new: bool,
+        shared: SharedRun | None = None,
+    ) -> None:
+        """Plan a batch; `pages` hold all its sequences.
+
+        all_new   prompts read K and V from the new rows
+        shared    computes the decodes, which share blocks
+        """
         self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_single_rows
-        self._all_new = all_new
-        if batch.num_single_rows:
+        self._all_new, self._shared = all_new, shared
+        if batch.num_single_rows and shared is None:
             self.plan_decodes(pages, batch.num_single_rows)
         if batch.num_single_rows == batch.num_seqs:
             return
@@ -80,6 +93,7 @@ class EagerPlans:
     def plan_nothing(self) -> None:
         """Plan a forward without sequences."""
         self._num_tokens = self._num_decodes = 0
+        self._shared = None
 
     def plan_decodes(self, pages: Pages, num_decodes: int) -> None:
         """Plan the first `num_decodes` sequences."""
@@ -110,7 +124,8 @@ class EagerPlans:
         out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
         split, end = self._num_decodes, self._num_tokens
         if split:
-            self._decode.wrapper.run(q_THd[:split], caches, out=out_THd[:split])
+            decodes = self._shared or self._decode.wrapper
+            decodes.run(q_THd[:split], caches, out=out_THd[:split])
         prompts = slice(split, end)
         if split < end and self._all_new:
             self._new_prompts.run(*(rows[prompts] for rows in new), out=out_THd[prompts])

@@ -29,6 +29,13 @@ class LatentCache:
         """Return the latents [L, W] of all tokens of these blocks, a copy in the model's dtype; blocks: int64 [any]."""
         return self._blocks.index_select(0, blocks).view(-1, self.dims.width)
 
+    def keys_and_values(
+        self, blocks: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the latents of whole blocks as the one head of K, [L, 1, W], and of V, [L, 1, C]."""
+        latents_L1W = self.read(blocks, dtype).unsqueeze(1)
+        return latents_L1W, latents_L1W[..., : self.dims.rank]
+
 
 class Fp8LatentCache(LatentCache):
     """The same over a cache in e4m3."""

@@ -10,13 +10,16 @@ u = n + v, C values of a latent, W = C + r, B sequences, L keys, M query rows.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from kernels.attention.base import Attention
 from kernels.attention.latent_cache import Fp8LatentCache, LatentCache
+from kernels.attention.partial import merge_partial, partial_attention
 from kernels.attention.sdpa import DecodeGroup, Extend, SdpaAttention
+from kernels.attention.shared_rows import decode_shared
 from kernels.interface.attention_spec import MlaDims
 from kernels.pending import wait_previous_ubatch
 
@@ -85,6 +88,9 @@ class MlaAttention(SdpaAttention):
             else:
                 found_BHC = _decode_group(q_BHW.index_select(0, group.rows), cache, group)
                 o_BHC.index_copy_(0, group.rows, found_BHC)
+        if self._shared is not None:
+            read = partial(cache.keys_and_values, dtype=q_BHW.dtype)
+            decode_shared(self._shared, q_BHW, read, cache.scale, o_BHC)
         o_HBv = torch.bmm(o_BHC.transpose(0, 1), kv_up_HuC[:, nope:].transpose(1, 2))
         out_BHv.copy_(o_HBv.transpose(0, 1))
 
@@ -150,36 +156,3 @@ def expand_latents(
     kv_HLu = torch.matmul(latents_LW[:, : dims.rank], kv_up_HuC.transpose(1, 2))
     rope_HLr = latents_LW[:, dims.rank :].expand(len(kv_HLu), -1, -1)
     return torch.cat((kv_HLu[..., : dims.nope_dim], rope_HLr), -1), kv_HLu[..., dims.nope_dim :]
-
-
-def partial_attention(
-    q_HMd: torch.Tensor, k_HLd: torch.Tensor, v_HLv: torch.Tensor, scale: float, offset: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention over these keys alone, [H, M, v], and the log-sum-exp of each row's scores, [H, M]; float32.
-
-    Row i attends to keys 0 to `offset + i`. A row without keys has zeros, and a log-sum-exp of -inf.
-    """
-    scores_HML = torch.matmul(q_HMd, k_HLd.transpose(1, 2)).mul_(scale)
-    num_rows, num_keys = scores_HML.shape[1:]
-    if offset < num_keys - 1:
-        seen = torch.ones(num_rows, num_keys, dtype=torch.bool, device=q_HMd.device)
-        scores_HML.masked_fill_(seen.tril_(offset).logical_not_(), float("-inf"))
-    lse_HM = torch.logsumexp(scores_HML, -1)
-    weights_HML = scores_HML.sub_(_finite(lse_HM).unsqueeze(-1)).exp_()
-    return torch.matmul(weights_HML, v_HLv), lse_HM
-
-
-def merge_partial(
-    o_HMv: torch.Tensor, lse_HM: torch.Tensor, other_HMv: torch.Tensor, other_HM: torch.Tensor
-) -> None:
-    """Merge the attention over other keys into o and lse, in place. -inf: no keys."""
-    total_HM = torch.logaddexp(lse_HM, other_HM)
-    floor_HM = _finite(total_HM)  # -inf - -inf would be NaN
-    o_HMv.mul_((lse_HM - floor_HM).exp_().unsqueeze(-1))
-    o_HMv.add_(other_HMv.mul_((other_HM - floor_HM).exp_().unsqueeze(-1)))
-    lse_HM.copy_(total_HM)
-
-
-def _finite(lse_HM: torch.Tensor) -> torch.Tensor:
-    """Return the values with 0 for -inf."""
-    return lse_HM.masked_fill(lse_HM == float("-inf"), 0.0)

@@ -7,8 +7,9 @@ nothing. Knows nothing of scheduling.
 T tokens, H query heads, h KV heads, G = H / h, d head dim, B sequences, L keys, M query rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 
 from kernels.attention.base import Attention, AttentionBatch
 from kernels.attention.layer_cache import Cache, Fp8Cache
+from kernels.attention.shared_prefixes import SharedPrefixes
+from kernels.attention.shared_rows import OwnKeys, SharedRows, decode_shared, shared_groups
 from kernels.attention.spans import attend_span
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.pending import wait_previous_ubatch
@@ -77,7 +80,9 @@ class SdpaAttention(Attention):
 
     name = "sdpa"
     auto = "gathers pages for torch's own attention, runs everywhere"
-    windows = sinks = fp8_cache = True
+    windows = sinks = fp8_cache = cascades = True
+    # Whether layers with sinks share keys too.
+    shares_sinks = False
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)
@@ -85,11 +90,19 @@ class SdpaAttention(Attention):
         self._num_tokens = 0
         self._num_decodes = 0
         self._decodes: list[DecodeGroup] = []
+        self._shared: SharedRows | None = None
         self._extends: list[Extend] = []
         self._causal: torch.Tensor | None = None
         odd = [spec.window for spec in specs if spec.sinks or spec.window is not None]
         self._windows = tuple(dict.fromkeys(odd))
         self._span_plans: dict[int | None, SpanPlan] = {}
+
+    @classmethod
+    def cascade_refusal(cls, specs: Iterable[AttentionSpec]) -> str | None:
+        specs = tuple(specs)
+        if all(spec.sinks or spec.window is not None for spec in specs) and not cls.shares_sinks:
+            return f"{cls.name} computes layers with sinks sequence by sequence"
+        return super().cascade_refusal(specs)
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         super().bind(kv_caches)
@@ -197,10 +210,30 @@ class SdpaAttention(Attention):
     def _plan_decodes(self, batch: AttentionBatch) -> None:
         seq_lens = batch.seq_lens_cpu[: batch.num_single_rows]
         num_blocks = -(-seq_lens // self.block_size)
+        shared = self.take_shared(batch)
+        alone = (
+            None if shared is None else np.flatnonzero(shared.tokens_of_rows(len(seq_lens)) == 0)
+        )
+        self._shared = None if shared is None else self._plan_shared(batch, shared)
+        groups = length_groups(num_blocks if alone is None else num_blocks[alone], self.block_size)
         self._decodes = [
-            self._plan_group(batch, seq_lens, num_blocks, members)
-            for members in length_groups(num_blocks, self.block_size)
+            self._plan_group(batch, seq_lens, num_blocks, _of(alone, members)) for members in groups
         ]
+
+    def _plan_shared(self, batch: AttentionBatch, shared: SharedPrefixes) -> SharedRows:
+        """Plan the decodes with shared keys; their own keys are padded to those of the longest of a group."""
+        table, rows = batch.block_table, shared.rows.astype(np.int64)
+        first = shared.tokens_of_rows(batch.num_single_rows)[rows] // self.block_size
+        lens = batch.seq_lens_cpu[rows] - first * self.block_size
+        own = []
+        for members in length_groups(-(-lens // self.block_size), self.block_size):
+            chosen = np.arange(len(rows)) if members is None else members
+            width = -(-int(lens[chosen].max()) // self.block_size)
+            columns = np.minimum(first[chosen, None] + np.arange(width), table.shape[1] - 1)
+            where = torch.from_numpy(rows[chosen]).to(table.device)
+            blocks = table[where[:, None], torch.from_numpy(columns).to(table.device)]
+            own.append(OwnKeys(where, blocks, torch.from_numpy(lens[chosen]).to(table.device)))
+        return SharedRows(shared_groups(shared, table, self.block_size), own)
 
     def _decode_batch(self, q_BHd: torch.Tensor, cache: Cache, out_BHd: torch.Tensor) -> None:
         """Write the attention of the planned decodes to out_BHd."""
@@ -210,6 +243,9 @@ class SdpaAttention(Attention):
             else:
                 found_BHd = self._decode(q_BHd.index_select(0, group.rows), cache, group)
                 out_BHd.index_copy_(0, group.rows, found_BHd)
+        if self._shared is not None:
+            read = partial(cache.read, dtype=q_BHd.dtype)
+            decode_shared(self._shared, q_BHd, read, cache.spec.scale, out_BHd)
 
     def _plan_group(
         self,
@@ -301,6 +337,14 @@ class SdpaAttention(Attention):
         mask = self._causal[: len(q_MHd), first : first + num_keys].to(q_MHd.dtype)
         # CUDA kernels fault on a mask that does not start at an aligned address.
         return mask.clone(memory_format=torch.contiguous_format) if mask.is_cuda else mask
+
+
+def _of(rows: np.ndarray | None, members: np.ndarray | None) -> np.ndarray | None:
+    """Return these members of `rows`; None as either: all, in order."""
+    if rows is None or members is None:
+        return rows if members is None else members
+    chosen: np.ndarray = rows[members]
+    return chosen
 
 
 def length_groups(num_blocks: np.ndarray, block_size: int) -> list[np.ndarray | None]:

@@ -20,10 +20,13 @@ from kernels.attention.decode_chunks import (
     cut_rows,
     leaves_whole,
     max_chunks,
+    places,
     read_keys,
     whole_rows,
 )
 from kernels.attention.fp8_pages import Fp8Pages
+from kernels.attention.shared_chunks import TileShape, cut_shared, most_integers, tile_shape
+from kernels.attention.shared_prefixes import SharedPrefixes, SharingCost
 from kernels.host.capability import too_old_gpu
 from kernels.host.triton_version import triton_unavailable
 from kernels.interface.attention_spec import AttentionSpec
@@ -34,7 +37,7 @@ PROGRAMS_PER_SM = 4  # of decodes, at a time
 
 
 @dataclass(frozen=True)
-class _Layers:
+class PlannedLayers:
     """What the layers with one window read: where new rows go, where blocks are, and the chunks of decodes."""
 
     slots: torch.Tensor
@@ -70,7 +73,7 @@ class TritonPagedAttention(GraphAttention):
     name = "triton"
     devices = ("cuda",)
     auto = "our kernels serve sinks and sliding windows"
-    windows = sinks = fp8_cache = mixed_graph = shortens = True
+    windows = sinks = fp8_cache = mixed_graph = shortens = cascades = True
     distributions: tuple[str, ...] = ("triton",)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
@@ -80,8 +83,9 @@ class TritonPagedAttention(GraphAttention):
         from kernels.triton.paged import store_kv
 
         self._prompt_kernel: Any = paged_attention
-        self._decode: Any = paged_decode.paged_decode
+        self.decode: Any = paged_decode.paged_decode
         self._chunks_type: Any = decode_merge.Chunks
+        self._tiles_type: Any = decode_merge.SharedTiles
         self._store_kv, self._store_fp8 = store_kv, store_fp8
         self._caches: list[tuple[torch.Tensor, ...]] = []
         self._windows = tuple(dict.fromkeys(spec.window for spec in specs))
@@ -89,9 +93,11 @@ class TritonPagedAttention(GraphAttention):
         groups = {spec.group_size for spec in specs}
         assert len(groups) <= 1, f"layers have groups of {sorted(groups)} heads"
         self._group = max(groups, default=1)
-        self._num_decodes = self._num_tokens = self._programs = 0
-        self._layers: dict[int | None, _Layers] = {}
-        self._planned_layers: dict[int | None, _Layers] = {}  # before they were shortened
+        if specs:
+            self.sharing_cost = SharingCost.on_gpu(self.kv_layout(specs[0]).block_bytes(1, 2))
+        self._num_decodes = self._num_tokens = self._programs = self._num_sms = 0
+        self.layers: dict[int | None, PlannedLayers] = {}
+        self._planned_layers: dict[int | None, PlannedLayers] = {}  # before they were shortened
         self._prompts: _Prompts | None = None
         self._graphs: _GraphBuffers | None = None
 
@@ -134,26 +140,45 @@ class TritonPagedAttention(GraphAttention):
         ]
         if kv_caches:
             self._device = kv_caches[0].device
-            self._programs = PROGRAMS_PER_SM * _multiprocessors(self._device) // self._kv_heads
+            self._num_sms = _multiprocessors(self._device)
+            self._programs = PROGRAMS_PER_SM * self._num_sms // self._kv_heads
 
     def plan(self, batch: AttentionBatch) -> None:
-        decodes = batch.num_single_rows
-        cuts = not self._whole(batch.seq_lens_cpu[:decodes], decodes)
-        lists = [*self._chunk_lists(batch, decodes, cuts=cuts), *self._prompt_lists(batch)]
+        decodes, shared = batch.num_single_rows, self.take_shared(batch)
+        cuts = shared is not None or not self._whole(batch.seq_lens_cpu[:decodes], decodes)
+        lists = self._chunk_lists(batch, decodes, shared, cuts=cuts)
+        tiles = None
+        if shared is not None:
+            tiles = self._tile_shape(decodes)
+            lists += cut_shared(shared, decodes, tiles).arrays
+        lists += self._prompt_lists(batch)
         packed = np.concatenate(lists).astype(np.int32)  # one copy to the device
-        integers = torch.from_numpy(packed).to(self._device)
+        integers = torch.from_numpy(packed).to(self._device, non_blocking=True)
         self._num_decodes, self._num_tokens = decodes, batch.num_tokens
         blocks = {}
         for window in self._windows:
             table, slots = batch.blocks_of(window)
             blocks[window] = table, slots[: batch.num_tokens]
-        self._take(integers, lists, cuts, blocks)
+        self._take(integers, lists, cuts, blocks, tiles)
 
-    def _chunk_lists(self, batch: AttentionBatch, num_rows: int, *, cuts: bool) -> list[np.ndarray]:
-        """The chunks of the decodes for each window."""
+    def _chunk_lists(
+        self, batch: AttentionBatch, num_rows: int, shared: SharedPrefixes | None, *, cuts: bool
+    ) -> list[np.ndarray]:
+        """The chunks of the decodes for each window, without keys that they share."""
         seq_lens = batch.seq_lens_cpu[: batch.num_single_rows]
-        chunks = [self._chunks(seq_lens, window, num_rows, cuts=cuts) for window in self._windows]
+        tokens = None if shared is None else shared.tokens_of_rows(num_rows)
+        chunks = [
+            self._chunks(seq_lens, window, num_rows, tokens, cuts=cuts) for window in self._windows
+        ]
         return [array for one in chunks for array in one.arrays]
+
+    def _tile_shape(self, num_rows: int) -> TileShape:
+        """The tiles of decodes with shared keys. Layers with a window share none: they free old blocks."""
+        return tile_shape(num_rows, *self._heads_and_sms)
+
+    @property
+    def _heads_and_sms(self) -> tuple[int, int, int]:
+        return self._group, self._kv_heads, self._num_sms
 
     def _prompt_lists(self, batch: AttentionBatch) -> list[np.ndarray]:
         """Sequence and first token of each tile; first row and length of each sequence."""
@@ -161,7 +186,7 @@ class TritonPagedAttention(GraphAttention):
         per_tile = self._prompt_kernel.tile_tokens(self._group)
         counts = -(-np.diff(starts)[first:] // per_tile)
         seqs = np.repeat(np.arange(first, batch.num_seqs), counts)
-        return [seqs, _places(counts) * per_tile, starts, batch.seq_lens_cpu]
+        return [seqs, places(counts) * per_tile, starts, batch.seq_lens_cpu]
 
     def _take(
         self,
@@ -169,16 +194,24 @@ class TritonPagedAttention(GraphAttention):
         lists: list[np.ndarray],
         cuts: bool,
         blocks: Mapping[int | None, tuple[torch.Tensor, torch.Tensor]],
+        tiles: TileShape | None,
     ) -> None:
-        """Read chunks, and tiles if there are, from the copy of `lists` on the device; blocks: tables and slots."""
+        """Read chunks, and tiles if there are, from the copy of `lists` on the device; blocks: tables and slots.
+
+        tiles   of shared keys; None: the lists have none
+        """
         found = list(integers.split_with_sizes([len(it) for it in lists]))
-        self._layers = {}
+        self.layers = {}
         for window in self._windows:
             parts, found = found[:4], found[4:]
             table, slots = blocks[window]
             decoded = self._chunks_type(*parts, table, cut=self._cut(window, cuts))
-            self._layers[window] = _Layers(slots, table, decoded)
-        self._planned_layers = self._layers
+            self.layers[window] = PlannedLayers(slots, table, decoded)
+        if tiles is not None:
+            shared, found = self._tiles_type(*found[:7], tile_rows=tiles.decodes), found[7:]
+            full = self.layers[None]
+            self.layers[None] = replace(full, chunks=replace(full.chunks, shared=shared))
+        self._planned_layers = self.layers
         self._prompts = None
         if found:
             seqs, firsts, starts, lens = found
@@ -199,10 +232,17 @@ class TritonPagedAttention(GraphAttention):
         return cuts and (window is None or window > WHOLE_KEYS)
 
     def _chunks(
-        self, seq_lens: np.ndarray, window: int | None, num_rows: int, *, cuts: bool
+        self,
+        seq_lens: np.ndarray,
+        window: int | None,
+        num_rows: int,
+        shared: np.ndarray | None,
+        *,
+        cuts: bool,
     ) -> DecodeChunks:
         if self._cut(window, cuts):
-            return cut_rows(seq_lens, window, num_rows, max_chunks(num_rows, self._programs))
+            most = max_chunks(num_rows, self._programs)
+            return cut_rows(seq_lens, window, num_rows, most, shared if window is None else None)
         return whole_rows(seq_lens, window, num_rows)
 
     def __call__(
@@ -220,7 +260,7 @@ class TritonPagedAttention(GraphAttention):
     def _write(self, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int) -> None:
         """Write the new K and V to the cache; they are rounded in place where it is in e4m3."""
         k_cache, v_cache, *exponents = self._caches[layer]
-        slots = self._layers[self.specs[layer].window].slots
+        slots = self.layers[self.specs[layer].window].slots
         if exponents:
             self._store_fp8(k_Thd, slots, k_cache, exponents[0])
             self._store_fp8(v_Thd, slots, v_cache, exponents[1])
@@ -233,12 +273,12 @@ class TritonPagedAttention(GraphAttention):
         """Return the attention of the decodes and of the tiles; rows of other sequences are undefined."""
         spec, caches = self.specs[layer], self._caches[layer]
         k_cache, v_cache, *exponents = caches
-        layers, rows = self._layers[spec.window], self._num_decodes
+        layers, rows = self.layers[spec.window], self._num_decodes
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         if self._num_tokens < len(q_THd):
             out_THd[self._num_tokens :] = 0
         options: dict[str, Any] = {"scale": spec.scale, "sinks_H": sinks_H}
-        self._decode(q_THd[:rows], caches, out_THd[:rows], layers.chunks, **options)
+        self.decode(q_THd[:rows], caches, out_THd[:rows], layers.chunks, **options)
         if self._prompts is not None:
             self._prompt_kernel.paged_attention(
                 *(q_THd, k_cache, v_cache, out_THd, layers.block_table),
@@ -252,10 +292,15 @@ class TritonPagedAttention(GraphAttention):
     def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
         of_window = 3 * max_chunks(max_rows, self._programs) + max_rows + 1
         of_prompts = 2 * self._max_tiles(max_rows, max_seqs) + 2 * max_seqs + 1
+        of_shared = (
+            most_integers(max_rows, *self._heads_and_sms) if self.shared_reads is not None else 0
+        )
         new: dict[str, Any] = {"device": self._device}
         self._graphs = _GraphBuffers(
             max_seqs,
-            torch.zeros(len(self._windows) * of_window + of_prompts, dtype=torch.int32, **new),
+            torch.zeros(
+                len(self._windows) * of_window + of_shared + of_prompts, dtype=torch.int32, **new
+            ),
             {
                 window: torch.zeros(max_seqs, max_blocks, dtype=torch.int64, **new)
                 for window in self._windows
@@ -269,22 +314,32 @@ class TritonPagedAttention(GraphAttention):
         return num_rows // per_tile + num_seqs + 1
 
     def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
+        shared = self.shared_forms(num_rows, prompts=prompts)
         if prompts:
-            return (GraphForm.MIXED,)
-        return GraphForm.EVEN_DECODES, GraphForm.DECODES
+            return *shared, GraphForm.MIXED
+        return *shared, GraphForm.EVEN_DECODES, GraphForm.DECODES
 
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
-        *even, general = self.forms(num_rows, prompts=prompts)
-        return even[0] if even and self._whole(batch.seq_lens_cpu, num_rows) else general
+        for shared in self.shared_forms(num_rows, prompts=prompts):
+            if self.find_shared(batch) is not None:
+                return shared
+        if prompts:
+            return GraphForm.MIXED
+        whole = self._whole(batch.seq_lens_cpu, num_rows)
+        return GraphForm.EVEN_DECODES if whole else GraphForm.DECODES
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
         graphs = self._graphs
         assert graphs is not None, "reserve_graphs comes first"
         assert batch.num_seqs <= graphs.max_seqs and batch.num_tokens <= num_rows
-        mixed, cuts = form == GraphForm.MIXED, form != GraphForm.EVEN_DECODES
+        mixed, cuts = form.takes_prompts, form != GraphForm.EVEN_DECODES
         assert mixed or batch.num_single_rows == batch.num_seqs == batch.num_tokens
         decodes = min(num_rows, graphs.max_seqs) if mixed else num_rows
-        lists = self._chunk_lists(batch, decodes, cuts=cuts)
+        shared = self.take_shared(batch) if form.shares else None
+        lists = self._chunk_lists(batch, decodes, shared, cuts=cuts)
+        tiles = self._tile_shape(decodes) if form.shares else None
+        if tiles is not None:
+            lists += cut_shared(shared, decodes, tiles).arrays
         if mixed:
             lists += self._padded_prompt_lists(batch, num_rows, decodes)
         packed = torch.from_numpy(np.concatenate(lists).astype(np.int32))
@@ -292,7 +347,7 @@ class TritonPagedAttention(GraphAttention):
         integers.copy_(packed, non_blocking=True)
         self._num_decodes, self._num_tokens = decodes, num_rows
         blocks = {it: self._copy_blocks(graphs, batch, it, num_rows) for it in self._windows}
-        self._take(integers, lists, cuts, blocks)
+        self._take(integers, lists, cuts, blocks, tiles)
 
     def shorten(self, lens_R: torch.Tensor, slots_R: torch.Tensor) -> None:
         assert self._prompts is None, "prompts have the lengths of their plan"
@@ -302,7 +357,7 @@ class TritonPagedAttention(GraphAttention):
         lens_C = lens_R.index_select(0, planned.chunks.seqs.clamp(min=0))
         # A chunk behind the end has no keys.
         chunks = replace(planned.chunks, ends=torch.minimum(planned.chunks.ends, lens_C))
-        self._layers = {None: replace(planned, slots=slots_R, chunks=chunks)}
+        self.layers = {None: replace(planned, slots=slots_R, chunks=chunks)}
 
     def _padded_prompt_lists(
         self, batch: AttentionBatch, num_rows: int, num_seqs: int
@@ -332,12 +387,6 @@ class TritonPagedAttention(GraphAttention):
         slots[: batch.num_tokens].copy_(new_slots[: batch.num_tokens])
         slots[batch.num_tokens :].fill_(-1)
         return table, slots
-
-
-def _places(counts: np.ndarray) -> np.ndarray:
-    """Return 0 .. count - 1 for each count, one after the other."""
-    places: np.ndarray = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return places
 
 
 def _extend(values: np.ndarray, length: int, fill: int) -> np.ndarray:

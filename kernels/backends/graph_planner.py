@@ -68,6 +68,6 @@ class GraphPlanner:
         """See GraphAttention. prompts: the graph computes prompts; without, a form of several rows has drafts."""
         self.attention.plan_graph(batch, num_rows, form)
         if self.linear_attention is not None:
-            several = form not in (GraphForm.EVEN_DECODES, GraphForm.DECODES)
-            drafts = several and not prompts
+            decode_forms = GraphForm.EVEN_DECODES, GraphForm.DECODES, GraphForm.SHARED_DECODES
+            drafts = form not in decode_forms and not prompts
             self.linear_attention.plan_graph(batch, num_rows, prompts=prompts, drafts=drafts)

@@ -245,7 +245,10 @@ def build(selection: Selection, context: BackendContext) -> Backends:
 
 def build_attention(selection: Selection, context: BackendContext) -> Attention:
     """Construct the chosen attention, without caches."""
-    return selection.attention_class(context.shape.attention_specs, context.block_size)
+    attention = selection.attention_class(context.shape.attention_specs, context.block_size)
+    if attention.cascade_refusal(attention.specs) is None:
+        attention.shared_reads = context.shared_reads
+    return attention
 
 
 def build_linear_attention(selection: Selection, context: BackendContext) -> LinearAttention | None:

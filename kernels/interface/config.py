@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kernels.interface.registry import ALL2ALL, ATTENTION, GROUPED_GEMM, LINEAR_ATTENTION
 
@@ -35,9 +35,20 @@ class KernelsConfig(BaseModel):
         "auto",
         description="Linear attention (gated delta nets); only for models with such layers.",
     )
+    cascade: Literal["auto", "off"] = Field(
+        "auto",
+        description="Decodes that begin with the same KV blocks: auto = attention reads these blocks once for all "
+        "of them where that pays and kernels.attention can; off = each decode reads its whole sequence.",
+    )
     cache: str | None = Field(
         None,
         min_length=1,
         description="Folder of compiled kernels, on every node, such as `phalanx compile` writes; relative to the "
         "YAML's folder; null = ~/.cache/phalanx.",
     )
+
+    @field_validator("cascade", mode="before")
+    @classmethod
+    def _yaml_bool(cls, value: object) -> object:
+        """YAML reads a bare `off` as false."""
+        return "off" if value is False else value

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup
 from kernels.interface.backend import BackendShape
+from kernels.interface.shared_reads import SharedReads
 from kernels.routing.expert_map import ExpertMap
 from kernels.routing.permute import Permutation
 
@@ -28,6 +29,8 @@ class BackendContext:
     row_alignment    on GPUs: the first permuted row of each expert must be a multiple of it; from the grouped GEMM
     unaligned_rows   up to so many rows of an expert on average need no alignment; from the grouped GEMM
     masked_fp8       whether masked rows come in e4m3 with scales; from the grouped GEMM
+    shared_reads     counts the leading blocks that attention reads once for several decodes, where it can and where
+                     that pays; None: each decode reads its whole sequence
     """
 
     shape: BackendShape
@@ -42,6 +45,7 @@ class BackendContext:
     row_alignment: int = 1
     unaligned_rows: float = 0.0
     masked_fp8: bool = False
+    shared_reads: SharedReads | None = None
 
     @property
     def local_slots(self) -> range:

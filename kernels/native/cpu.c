@@ -430,8 +430,9 @@ static void sum_pages(const float *weights, const float *v, const int64_t *block
     }
 }
 
-/* weights[0 .. len] = softmax of itself and of *sink, a score without a value; NULL: without */
-static void softmax(float *p, int64_t len, const float *sink)
+/* weights[0 .. len] = softmax of itself and of *sink, a score without a value; NULL: without. Returns the log of the sum
+ * of all exponentials. */
+static float softmax(float *p, int64_t len, const float *sink)
 {
     float top = p[0], total = 0;
     for (int64_t t = 1; t < len; t++)
@@ -446,6 +447,7 @@ static void softmax(float *p, int64_t len, const float *sink)
     }
     for (int64_t t = 0; t < len; t++)
         p[t] /= total;
+    return top + logf(total);
 }
 
 /* New keys and values, rows of `row` floats k_stride and v_stride apart, into their slots of the pages */
@@ -461,13 +463,16 @@ void store_kv(const float *k, int64_t k_stride, const float *v, int64_t v_stride
 /* Attention of one new token of each sequence over its pages; strides in floats.
  * q, out [B, H, d] (q rows may be strided); k, v [blocks, block_size, h, d]; table [B, table_stride];
  * lens [B] tokens with the new one, of which the last `window` are attended to, 0: all; sinks [H] scores without values,
- * NULL: none; scratch holds G * (longest len) floats. */
+ * NULL: none; shared [B] leading tokens that are left out where no window leaves out more, NULL: none; lse [B, H] the
+ * log of the sums of exponentials, NULL: not wanted; scratch holds G * (longest len) floats. */
 void paged_decode(const float *q, int64_t q_stride, const float *k, const float *v, const int64_t *table,
                   int64_t table_stride, const int32_t *lens, int64_t B, int64_t h, int64_t G, int64_t d,
-                  int64_t block_size, int64_t window, float scale, const float *sinks, float *out, float *scratch)
+                  int64_t block_size, int64_t window, float scale, const float *sinks, const int32_t *shared,
+                  float *out, float *lse, float *scratch)
 {
     for (int64_t b = 0; b < B; b++) {
-        int64_t first = window && lens[b] > window ? lens[b] - window : 0, hidden = first % block_size;
+        int64_t first = window && lens[b] > window ? lens[b] - window : shared ? shared[b] : 0;
+        int64_t hidden = first % block_size;
         int64_t len = lens[b] - first + hidden;
         const int64_t *blocks = table + b * table_stride + first / block_size;
         for (int64_t j = 0; j < h; j++) {
@@ -475,7 +480,9 @@ void paged_decode(const float *q, int64_t q_stride, const float *k, const float 
             for (int64_t g = 0; g < G; g++) {
                 float *p = scratch + g * len;
                 memset(p, 0, hidden * sizeof *p);
-                softmax(p + hidden, len - hidden, sinks ? sinks + j * G + g : NULL);
+                float sum = softmax(p + hidden, len - hidden, sinks ? sinks + j * G + g : NULL);
+                if (lse)
+                    lse[(b * h + j) * G + g] = sum;
             }
             sum_pages(scratch, v + j * d, blocks, len, G, d, block_size, h * d, out + (b * h + j) * G * d);
         }

@@ -30,7 +30,7 @@ _SIGNATURES = {
     "grouped_gated_mlp_four_bit": [_POINTER] * 2 + [_INT] * 6 + [_POINTER] * 6,
     "grouped_product_four_bit": [_POINTER] * 2 + [_INT] * 5 + [_POINTER] * 4,
     "paged_decode": [_POINTER, _INT, *[_POINTER] * 3, _INT, _POINTER, *[_INT] * 6, _FLOAT]
-    + [_POINTER] * 3,
+    + [_POINTER] * 5,
     "delta_decode": [_POINTER, _INT] * 3
     + [_POINTER] * 5
     + [_INT] * 8

@@ -147,11 +147,15 @@ def kept_runs(
 ) -> Iterator[tuple[slice, slice]]:
     """Yield the places of `kept` experts in `after` and in `before`, neighbours in both as one slice."""
     place = {expert: at for at, expert in enumerate(before)}
-    moves = [(to, place[expert]) for to, expert in enumerate(after) if expert in kept]
-    while moves:
-        to, at = moves[0]
-        count = 1
-        while moves[count : count + 1] == [(to + count, at + count)]:
+    yield from runs([(to, place[expert]) for to, expert in enumerate(after) if expert in kept])
+
+
+def runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, slice]]:
+    """Yield pairs of places, those that are neighbours in both as one pair of slices."""
+    first = 0
+    while first < len(pairs):
+        (to, at), count = pairs[first], 1
+        while list(pairs[first + count : first + count + 1]) == [(to + count, at + count)]:
             count += 1
         yield slice(to, to + count), slice(at, at + count)
-        moves = moves[count:]
+        first += count

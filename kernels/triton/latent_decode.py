@@ -28,11 +28,12 @@ FEWEST_HEADS, MOST_HEADS = 16, 32
 
 @dataclass(frozen=True)
 class LatentForm:
-    """Keys at a time, warps of a program, and the most heads of a program."""
+    """Keys at a time, warps of a program, the most heads of a program, and the most registers of a thread."""
 
     keys: int
     num_warps: int
     heads: int = MOST_HEADS
+    registers: int | None = None
 
 
 FORM = LatentForm(64, 8)
@@ -117,11 +118,17 @@ def _queries(q_ptr, row, stride, head, used, WIDTH: tl.constexpr, WIDTH_2: tl.co
 
 
 @triton.jit
+def _wide(values, dtype):
+    """Return words or values of e4m3 in `dtype`."""
+    wide = _bfloats(values) if values.dtype == tl.int32 else values.to(tl.float32)
+    return wide.to(dtype)
+
+
+@triton.jit
 def _merge(q, rope, scale, loaded, seen, top, total, out):
     """Return the softmax so far merged with loaded keys."""
     latents, keys, exponent = loaded
-    wide = _bfloats(latents) if latents.dtype == tl.int32 else latents.to(tl.float32)
-    latents, exponent = wide.to(q.dtype), exponent.to(tl.int32)
+    exponent = exponent.to(tl.int32)
     scores = _dot(q, latents.T, tl.zeros((q.shape[0], latents.shape[0]), tl.float32))
     scores = _dot(rope, keys.T, scores * power_of_two(exponent)[None, :]) * scale
     scores += (exponent - 127).to(tl.float32)[None, :]
@@ -182,11 +189,17 @@ def latent_decode_kernel(
     start = first // KEYS * KEYS
     key = start + tl.arange(0, KEYS)
     tile = _load(caches, table_ptr, key, first, end, BLOCK_SIZE, RANK, RANK_2, ROPE, ROPE_2)
+    # Converted a turn ahead: only of values that enter a turn does Triton keep one copy for both products.
+    latents = _wide(tile[0], q.dtype)
+    keys, exponent = tile[1], tile[2]
     for _ in tl.range(start, end, KEYS, num_stages=1):
-        loaded, seen = tile, (key >= first) & (key < end)
+        seen = (key >= first) & (key < end)
         key += KEYS
         tile = _load(caches, table_ptr, key, first, end, BLOCK_SIZE, RANK, RANK_2, ROPE, ROPE_2)
+        loaded = (latents, keys, exponent)
         top, total, out = _merge(q, rope, scale, loaded, seen, top, total, out)
+        latents = _wide(tile[0], q.dtype)
+        keys, exponent = tile[1], tile[2]
     at = chunk.to(tl.int64) if PARTIAL else seq
     of = (at * NUM_HEADS + head, used)
     _store(out_ptr, lse_ptr, of, top, total, out, RANK, PARTIAL)
@@ -261,6 +274,7 @@ def latent_decode(
         HEADS=heads,
         KEYS=form.keys,
         num_warps=form.num_warps,
+        maxnreg=form.registers,
     )
     if chunks.cut:
         merge_chunks(partial, lse, chunks, out_RHC)

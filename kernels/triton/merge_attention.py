@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-HEADS_PER_PROGRAM = 16
+HEADS_PER_PROGRAM, VALUES = 16, 4096  # at most, of a program
 
 
 @triton.jit
@@ -53,7 +53,8 @@ def merge_attention(
     assert all(x.is_contiguous() for x in (o_THv, lse_TH, other_THv, other_lse_TH))
     assert other_THv.shape == o_THv.shape and lse_TH.shape == other_lse_TH.shape
     if num_rows:
-        heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
+        block = triton.next_power_of_2(width)
+        heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads), VALUES // block)
         _merge_attention[(num_rows, triton.cdiv(num_heads, heads))](
             o_THv,
             lse_TH,
@@ -62,6 +63,6 @@ def merge_attention(
             NUM_HEADS=num_heads,
             WIDTH=width,
             HEADS=heads,
-            BLOCK=triton.next_power_of_2(width),
+            BLOCK=block,
             num_warps=4,
         )

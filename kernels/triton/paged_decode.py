@@ -2,9 +2,8 @@
 
 A program computes the G query heads that share a KV head, for the keys of one chunk, and reads no key before it. Keys
 are the rows of its products and query heads the columns, so that 8 heads fill a tensor core's tile.
-Pages in e4m3 (kernels/attention/fp8_pages.py) stay packed in words until they become float16: moved one by one their
-bytes took half of all instructions. The scale of a key multiplies its scores, that of a value its weight; the maximum
-is that of both, so that no weight exceeds 1.
+The scale of a key in e4m3 multiplies its scores, that of a value its weight; the maximum is that of both, so that no
+weight exceeds 1. Leading keys that rows share are left to `shared_decode`.
 
 R rows, a decode each; C chunks; H query heads, h KV heads, G = H / h, d head dim.
 """
@@ -18,8 +17,9 @@ import triton.language as tl
 
 from kernels.triton.decode_merge import Chunks, merge_chunks
 from kernels.triton.fp8_heads import e4m3_values, packed_words, power_of_two
+from kernels.triton.page_tiles import LOG2_E, blocks_of, load_tile
+from kernels.triton.shared_decode import shared_decode
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 COLUMNS = 8  # fewest columns of a product
 
 
@@ -38,41 +38,6 @@ HALF = DecodeForm(64, 2)
 E4M3 = DecodeForm(128, 4, registers=128)
 # Programs of one warp, a kernel of its own (kernels.triton.warp_decode_fp8). Not compared on a GPU yet.
 E4M3_WARPS = DecodeForm(32, 1, registers=128)
-
-
-@triton.jit
-def _load(
-    caches,
-    block,
-    key,
-    seen,
-    head,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_2: tl.constexpr,
-    FP8: tl.constexpr,
-):
-    """Return K and V of these keys as they lie in the cache, and their exponents, without FP8 any numbers."""
-    k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr = caches
-    unit: tl.constexpr = 4 if k_ptr.dtype.element_ty == tl.int32 else 1
-    value, offset = tl.arange(0, HEAD_DIM_2 // unit), key % BLOCK_SIZE
-    row = block * (BLOCK_SIZE * HEADS) + offset * HEADS + head
-    at = row[:, None] * (HEAD_DIM // unit) + value[None, :]
-    exponent_at = block * (HEADS * BLOCK_SIZE) + head * BLOCK_SIZE + offset
-    mask = seen[:, None] & (value < HEAD_DIM // unit)[None, :]
-    k = tl.load(k_ptr + at, mask=mask, other=0.0)
-    v = tl.load(v_ptr + at, mask=mask, other=0.0)
-    k_exponent, v_exponent = key, key
-    if FP8:
-        k_exponent = tl.load(k_exponents_ptr + exponent_at, mask=seen, other=127).to(tl.int32)
-        v_exponent = tl.load(v_exponents_ptr + exponent_at, mask=seen, other=127).to(tl.int32)
-    return k, v, k_exponent, v_exponent
-
-
-@triton.jit
-def _blocks(table_ptr, key, end, BLOCK_SIZE: tl.constexpr):
-    return tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -185,12 +150,14 @@ def paged_decode_kernel(
     caches = (k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr)
     table_ptr += seq.to(tl.int64) * table_row
     key = first // KEYS * KEYS + tl.arange(0, KEYS)
-    block = _blocks(table_ptr, key, end, BLOCK_SIZE)
+    block = blocks_of(table_ptr, key, end, BLOCK_SIZE)
     for _ in tl.range(first // KEYS * KEYS, end, KEYS, num_stages=1):
         seen = (key >= first) & (key < end)
-        tile = _load(caches, block, key, seen, head, BLOCK_SIZE, HEADS, HEAD_DIM, HEAD_DIM_2, FP8)
+        tile = load_tile(
+            caches, block, key, seen, head, BLOCK_SIZE, HEADS, HEAD_DIM, HEAD_DIM_2, FP8
+        )
         key += KEYS
-        block = _blocks(table_ptr, key, end, BLOCK_SIZE)
+        block = blocks_of(table_ptr, key, end, BLOCK_SIZE)
         top, total, out = _merge(q, factor, tile, seen, top, total, out, FP8)
     of = (chunk, seq, query_head, used)
     _store(out_ptr, lse_ptr, of, top, total, out, HEADS * GROUP, HEAD_DIM, HEAD_DIM_2, PARTIAL)
@@ -244,8 +211,9 @@ def paged_decode(
     """
     num_rows, num_heads, head_dim = q_RHd.shape
     k_cache, v_cache, *exponents = caches
-    _, block_size, num_kv_heads, _ = k_cache.shape
+    _, block_size, num_kv_heads, _ = caches[0].shape
     group, num_chunks = num_heads // num_kv_heads, len(chunks.seqs)
+    assert chunks.cut or chunks.shared is None, "shared keys are merged with chunks"
     assert q_RHd.stride()[1:] == (head_dim, 1) and out_RHd.is_contiguous()
     if not num_rows:
         return
@@ -281,4 +249,7 @@ def paged_decode(
         maxnreg=form.registers,
     )
     if chunks.cut:
-        merge_chunks(partial, lse, chunks, out_RHd)
+        parts = None
+        if chunks.shared:
+            parts = shared_decode(q_RHd, caches, chunks.shared, chunks.block_table, scale=scale)
+        merge_chunks(partial, lse, chunks, out_RHd, parts)

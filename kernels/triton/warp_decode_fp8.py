@@ -1,6 +1,6 @@
-"""Attention of decodes over pages in e4m3 by single warps, in Gluon: no value passes through shared memory.
+"""Attention of decodes over pages in e4m3 by single warps, in Gluon: K and V pass through no shared memory.
 
-A program is one warp, so nothing waits at a barrier, and an SM holds a dozen programs. Each thread loads 16 bytes of K
+A program is one warp, so nothing waits at a barrier, and an SM holds 16 programs. Each thread loads 16 bytes of K
 or V at a time, exactly those that it multiplies: the layouts below make its words the operands of `mma.m16n8k16`, with
 the values of a head, and of the output, in an order of their own. Scales as in `paged_decode`.
 

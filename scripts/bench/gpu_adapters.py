@@ -1,19 +1,21 @@
 """Speed with LoRA adapters on GPUs: a server without LoRA, and one with random adapters, of which requests use some.
 
 The same load over HTTP four times: without LoRA, with LoRA that no request uses, with one adapter for all requests, and
-with all adapters in turn. The adapters have the largest rank and change every module of the chosen targets:
+with all adapters in turn. Then the longest gap of open streams while one adapter more than there are slots comes into a
+slot, see `adapter_swaps`. The adapters have the largest rank and change every module of the chosen targets:
 
     python -m scripts.bench.gpu_adapters --targets attention,experts --out /tmp/adapters
 
 On a CPU with a small checkpoint it is a dry run of itself:
 
     python -m scripts.bench.gpu_adapters --config configs/local.yaml --ranks 1 --set cluster.device=cpu --lora 2 \\
-        --load 4/16/8 --out /tmp/adapters
+        --load 4/16/8 --swap 2/400/6 --out /tmp/adapters
 """
 
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from scripts.bench import results
+from scripts.bench.adapter_swaps import SwapLoad, measure_swaps
 from scripts.bench.gpu_serving import (
     START_TIMEOUT_S,
     add_server_options,
@@ -57,6 +60,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--load", type=three, default=(64, 128, 512), metavar="FLIGHT/IN/OUT", help="the load"
     )
+    parser.add_argument(
+        "--swap",
+        type=three,
+        default=(16, 4000, 40),
+        metavar="STREAMS/TOKENS/REQUESTS",
+        help="streams beside swaps, the tokens of each, and requests for adapters",
+    )
     add_server_options(parser)
     results.add_options(parser, "gpu-adapters")
     options = parser.parse_args()
@@ -70,7 +80,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the report of both servers."""
     with model_settings(options) as (model, published):
         settings = [f"cluster.ranks={options.ranks}", *model, *options.set]
-        names = [f"adapter-{number}" for number in range(options.lora)]
+        names = [f"adapter-{number}" for number in range(options.lora + 1)]
         found = resolved(options.config, settings)
         lora = LoraConfig(
             max_loras=options.lora, max_rank=options.rank, targets=options.targets.split(",")
@@ -84,11 +94,14 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ]
         log = options.log or folder / "server.log"
         base = serve(options, settings, log, {"without LoRA": []})
-        uses = {"no adapter": [], "1 adapter": names[:1], f"{len(names)} adapters": names}
-        served = serve(options, [*settings, *with_lora], log.with_suffix(".lora.log"), uses)
+        uses = {"no adapter": [], "1 adapter": names[:1]}
+        uses[f"{options.lora} adapters"] = names[: options.lora]
+        log = log.with_suffix(".lora.log")
+        served = serve(options, [*settings, *with_lora], log, uses, names)
     loads = base["loads"] | served["loads"]
     report = {"method": __doc__, **made_at(options, served), "published_tokenizer": published}
     report |= {"rank": options.rank, "targets": options.targets, **served, "loads": loads}
+    report["swap"] = dict(zip(("streams", "tokens", "requests"), options.swap, strict=True))
     return report
 
 
@@ -109,9 +122,16 @@ def write_adapters(model: str, lora: LoraConfig, folders: list[Path]) -> None:
 
 
 def serve(
-    options: argparse.Namespace, settings: list[str], log: Path, uses: dict[str, list[str]]
+    options: argparse.Namespace,
+    settings: list[str],
+    log: Path,
+    uses: dict[str, list[str]],
+    swapped: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Start a server, run the load once for each of `uses`, names of models in turn, stop it."""
+    """Start a server, run the load once for each of `uses`, names of models in turn, stop it.
+
+    swapped   adapters of which one more is used than there are slots
+    """
     found, port = resolved(options.config, settings), free_port()
     command = phalanx("serve", options.config, [f"serve.port={port}", *settings])
     name = found["config"]["serve"]["model_name"]
@@ -122,10 +142,12 @@ def serve(
             use: run_load(server, replace(load, models=tuple(models)), found)
             for use, models in uses.items()
         }
+        swaps = measure_swaps(server.url, name, swapped, SwapLoad(*options.swap)) if swapped else {}
     finally:
         server.stop()
     found["config"]["model"]["path"] = Path(found["config"]["model"]["path"]).name
-    return {"start_to_first_answer_s": round(server.start_s, 2), "loads": loads, "resolved": found}
+    start_s = round(server.start_s, 2)
+    return {"start_to_first_answer_s": start_s, "loads": loads, "swaps": swaps, "resolved": found}
 
 
 def page(report: dict[str, Any], _name: str) -> str:
@@ -144,6 +166,17 @@ def page(report: dict[str, Any], _name: str) -> str:
         f"{first['input_len']} / {first['output_len']} tokens, through HTTP.",
         "",
         results.markdown_table(["requests use", "output tok/s", "of without LoRA"], rows),
+        "",
+        f"Longest gap of {report['swap']['streams']} open streams around each of "
+        f"{report['swap']['requests']} requests for an adapter:",
+        "",
+        results.markdown_table(
+            ["request for", "median, ms", "longest, ms", "copies into slots"],
+            [
+                [kind, f"{it['median_ms']:.2f}", f"{it['longest_ms']:.2f}", str(it["slot_loads"])]
+                for kind, it in report["swaps"].items()
+            ],
+        ),
     ]
     return "\n".join(lines) + "\n"
 

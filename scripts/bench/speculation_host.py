@@ -104,12 +104,11 @@ class HostSteps:
 
     def _step(self) -> Medians:
         """Return the seconds of one step by part."""
-        stats, committed = self._epoch.engine.stats, Timed(self._epoch.scheduler, "commit")
-        before = dict(stats.seconds)
-        with committed:
-            self._epoch.engine.step()
-        found = {name: stats.seconds[name] - before[name] for name in PARTS}
-        found["commit"] = committed.seconds
+        engine = self._epoch.engine
+        before = dict(engine.stats.seconds)
+        engine.step()
+        found = {name: engine.stats.seconds[name] - before[name] for name in PARTS}
+        found["commit"] = engine._commit_s
         ahead = found["schedule"] + found["vote"] + found["prepare"]
         return {
             **found,
@@ -127,27 +126,6 @@ def cpu_clock() -> Iterator[None]:
         yield
     finally:
         time.perf_counter = clock
-
-
-class Timed:
-    """Adds up the seconds of calls of a method of one object."""
-
-    def __init__(self, owner: Any, name: str):
-        self.seconds = 0.0
-        self._owner, self._name, self._method = owner, name, getattr(owner, name)
-
-    def __enter__(self) -> None:
-        setattr(self._owner, self._name, self._call)
-
-    def __exit__(self, *_error: object) -> None:
-        delattr(self._owner, self._name)
-
-    def _call(self, *arguments: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return self._method(*arguments)
-        finally:
-            self.seconds += time.perf_counter() - started
 
 
 def measure_host(num_pairs: int) -> dict[str, Any]:
@@ -213,8 +191,9 @@ def tables(found: dict[str, Any]) -> str:
         ]
 
     return (
-        "\nThe host's CPU time in a step, small model. `ahead`: until the next forward is launched, which a GPU may wait "
-        "for; `host`: all that is no model. On: three drafts of each sequence by its head for multi-token prediction, "
+        "\nThe host's CPU time in a step, small model. `ahead`: until the next forward is launched, which a GPU may "
+        "wait for; `host`: all that is no model. On: three drafts of each sequence by a head for multi-token "
+        "prediction, "
         f"accepted with {', '.join(map(str, ACCEPTANCE))}:\n\n"
         + markdown_table(head, rows(found["steps"]))
         + "\nOn: one of the sequences under a JSON schema, without drafts:\n\n"

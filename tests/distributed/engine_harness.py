@@ -38,6 +38,7 @@ class RankResult:
     num_preemptions: int = 0
     prefix_cache_hits: int = 0
     states_restored: int = 0
+    shared_prefix_rows: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     images_computed: int = 0
@@ -180,6 +181,7 @@ def run_rank(
         result.work = epoch.engine.stats.work.total
         result.num_preemptions = epoch.engine.scheduler.num_preemptions
         counts = epoch.engine.stats.snapshot()
+        result.shared_prefix_rows = counts.get("shared_prefix_rows", 0)
         result.num_draft_tokens = counts["draft_tokens"]
         result.num_accepted_tokens = counts["accepted_tokens"]
         if process.images is not None:

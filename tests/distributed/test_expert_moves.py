@@ -3,7 +3,10 @@
 The test plans the moves and hands them to the ranks; a step of every rank may then commit a layer.
 """
 
+import os
 import random
+import signal
+import subprocess
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -72,7 +75,7 @@ def moving_rank(
             self.moves.begin(ExpertMove(state["number"], layers))
         if self.moves.number and self.moves._started:  # so that ranks stage in few steps
             deadline = time.monotonic() + 30
-            while self.moves._staged is None and not self.moves._error:
+            while self.moves.number and not self.moves._staged and not self.moves._error:
                 assert time.monotonic() < deadline
                 time.sleep(0.0005)
             assert not self.moves._error, self.moves._error
@@ -85,6 +88,7 @@ def moving_rank(
         load(epoch, *args)
         moves = epoch.engine.moves
         assert moves.completed > 3 and moves.cancelled == 0, (moves.completed, moves.cancelled)
+        assert moves._stager._peers.copied > 3, "experts come from the memory of the other rank"
         assert_weights(epoch.process)
 
     engine_module.Engine.step = moving_step  # type: ignore[method-assign]
@@ -96,6 +100,29 @@ def moving_rank(
     finally:
         engine_module.Engine.step = step  # type: ignore[method-assign]
         engine_harness._step_to_the_end = load
+
+
+def stopped_rank(rank: int, *args: Any) -> Any:
+    """As moving_rank; rank 1 is stopped for a second while it stages a layer in the middle of a move."""
+    from workers.rank.expert_staging import ExpertStager
+
+    stage, calls = ExpertStager.stage, []
+
+    def stopping(self: Any, layer: int, slots: Any, waiting: Any) -> Any:
+        staged = stage(self, layer, slots, waiting)
+        calls.append(layer)
+        if rank == 1 and len(calls) == LAYERS + 2:
+            goes_on = f"sleep 1; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", goes_on], start_new_session=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return staged
+
+    ExpertStager.stage = stopping  # type: ignore[method-assign]
+    try:
+        return moving_rank(rank, *args)
+    finally:
+        ExpertStager.stage = stage  # type: ignore[method-assign]
+        assert len(calls) > LAYERS + 2
 
 
 def assert_weights(process: Any) -> None:
@@ -154,6 +181,17 @@ def test_tokens_while_experts_move(rank_pool, checkpoint, all2all, spare, weight
         for name, entries in theirs.logprobs.items():
             for one, other in zip(mine.logprobs[name], entries, strict=True):
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+
+
+def test_a_rank_that_is_stopped_in_the_middle_of_a_move_goes_on_with_it(rank_pool, checkpoint):
+    sections: dict[str, Any] = {"cache": {"num_blocks": 32}, "model": {"max_model_len": 256}}
+    expected = run_engines(rank_pool, rank_config(checkpoint, 2, **sections), events())
+    experts = {"redundant_slots": 1, "rebalance": "auto"}
+    moving = rank_config(checkpoint, 2, **sections, experts=experts)
+    found = run_engines(rank_pool, moving, events(), function=stopped_rank)
+    for mine, theirs in zip(found, expected, strict=True):
+        mine.tokens.pop("aborted", None), theirs.tokens.pop("aborted", None)
+        assert mine.tokens == theirs.tokens
 
 
 @pytest.mark.parametrize(

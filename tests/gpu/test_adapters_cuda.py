@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.backends.select import probe
+from kernels.grouped_gemm.deepgemm import DeepGemmFp8
+from kernels.grouped_gemm.skinny_fp8 import MOST_ROWS
 from tests.adapter_case import chosen, make_adapter, merge, weight_shapes
 from tests.checkpoints.writer import make_checkpoint
 from tests.devices import need_gpus
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from tests.gpu.pools import Pools
 from tests.token_judge import TokenJudge, steep_routers, transformers_reference
+from tests.triton.test_expert_adapters import TOP_K, check
 from workers.config import RankConfig
 from workers.lora_config import LoadedAdapter
 
@@ -119,3 +123,14 @@ def test_tokens_from_graphs_in_bfloat16(
         overlap={"mode": overlap},
     )
     judge(pools, models, config, margin=0.6)
+
+
+@pytest.mark.parametrize(("num_rows", "in_fp8"), [(20, False), (400, False), (400, True)])
+@torch.inference_mode()
+def test_adapters_beside_experts_of_deepgemm_in_fp8(num_rows: int, in_fp8: bool) -> None:
+    """Few rows by the kernels of few rows, many by DeepGEMM's products."""
+    if reason := probe("cuda").get("grouped_gemm.deepgemm_fp8"):
+        pytest.skip(reason)
+    gemm = DeepGemmFp8()
+    few = num_rows * TOP_K / 6 <= MOST_ROWS
+    check(gemm, "fp8", in_fp8, num_rows, 1 if few else gemm.row_alignment)

@@ -70,6 +70,7 @@ class Answers:
     forms: list[str] = field(default_factory=list)
     num_preemptions: int = 0
     padding: int = 0
+    shared_prefix_rows: int = 0
 
     def num_of(self, graph: str, ubatch: bool | None = None) -> int:
         """Steps that replayed such graphs."""
@@ -139,6 +140,7 @@ def serve(
                 break
         stats = engine.stats.snapshot()
         answers.kinds, answers.padding = stats["kinds"], stats["padding_tokens"]
+        answers.shared_prefix_rows = stats.get("shared_prefix_rows", 0)
         answers.num_preemptions = engine.scheduler.num_preemptions
         assert engine.scheduler.cache.pool.usage == 0
     finally:

@@ -67,6 +67,23 @@ def decodes(at: Inputs, *, cut: bool, sinks: bool = True, fp8: bool = False) -> 
     paged_decode(q, caches, torch.empty_like(q), chunks, **options)
 
 
+def shared_decodes(at: Inputs, *, tile_rows: int, head_dim: int = 128, fp8: bool = False) -> None:
+    """Decodes with shared keys, of 8 query heads for each KV head."""
+    from kernels.triton.decode_merge import Chunks, SharedTiles, merge_chunks
+    from kernels.triton.shared_decode import shared_decode
+
+    q = at.rows(8 * HEADS, head_dim)
+    parts = (*[at.size] * 3, at.size + 1, *[at.size] * 7)
+    whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
+    lists = whole[at.offset :].split(parts)
+    tiles = SharedTiles(*lists[4:], tile_rows)
+    chunks = Chunks(*lists[:4], at.slice(at.size), True, tiles)
+    caches = at.fp8_caches(head_dim) if fp8 else at.caches(head_dim)
+    found = shared_decode(q, caches, tiles, chunks.block_table, scale=0.1)
+    own = q.float(), q.new_zeros(q.shape[:2], dtype=torch.float32)
+    merge_chunks(*own, chunks, torch.empty_like(q), found)
+
+
 def latents(at: Inputs, *, fp8: bool) -> None:
     """Of a projection that holds q too, as it is without a latent of q, stored; and keys of several chunks, merged."""
     from kernels.triton.expand_keys import expand_keys

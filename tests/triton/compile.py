@@ -29,7 +29,8 @@ from triton.runtime.jit import JITFunction
 from kernels.triton import pdl
 from tests.triton.device import COMPILED, DEVICE
 from tests.triton.launch_inputs import OFFSETS, SIZES, Inputs
-from tests.triton.launches import CASES, LAUNCHES
+from tests.triton.launches import CASES
+from tests.triton.resident_launches import LAUNCHES
 
 # The others' programs are small and do not wait for each other.
 LARGE = (
@@ -44,6 +45,7 @@ LARGE = (
     "paged_decode_kernel",
     "latent_decode_kernel",
     "warp_decode_fp8_kernel",
+    "shared_decode_kernel",
 )
 
 

@@ -37,14 +37,14 @@ class Inputs:
         """int64 [N, K], each row's ids different."""
         return torch.arange(TOP_K, device=self.device).repeat(self.size, 1)
 
-    def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def caches(self, head_dim: int = HEAD_DIM) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer."""
-        shape = (4, BLOCK, HEADS, HEAD_DIM)
+        shape = (4, BLOCK, HEADS, head_dim)
         return self.rows()[:0].new_zeros(shape), self.rows()[:0].new_zeros(shape)
 
-    def fp8_caches(self) -> Sequence[torch.Tensor]:
+    def fp8_caches(self, head_dim: int = HEAD_DIM) -> Sequence[torch.Tensor]:
         """K and V of a layer in e4m3, and their exponents."""
-        spec = AttentionSpec(HEADS, HEADS, HEAD_DIM, 1.0, fp8_cache=True)
+        spec = AttentionSpec(HEADS, HEADS, head_dim, 1.0, fp8_cache=True)
         cache = torch.zeros(layout_of(spec).shape(4, BLOCK), dtype=torch.uint8, device=self.device)
         return Fp8Pages(cache, spec, BLOCK).tensors
 

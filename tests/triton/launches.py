@@ -17,7 +17,7 @@ from kernels.all2all.payload import RowFormat
 from kernels.attention.batch import AttentionBatch
 from kernels.block_fp8 import BlockWeights
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
-from kernels.routing.device_routing import DeviceRouting, route_on_device
+from kernels.routing.device_routing import route_on_device
 from tests.triton import launches_four_bit, launches_fp8
 from tests.triton.attention_launches import (
     copy_pieces_there_and_back,
@@ -28,11 +28,12 @@ from tests.triton.attention_launches import (
     list_pages,
     norm_rotate_store,
     prompts,
+    shared_decodes,
     store_fp8,
     store_kv,
     warp_decodes,
 )
-from tests.triton.device import DEVICE, FOR_HOPPER
+from tests.triton.device import FOR_HOPPER
 from tests.triton.launch_inputs import (
     EXPERTS,
     HEAD_DIM,
@@ -225,7 +226,7 @@ def _grouped_gemm(
     gemm(routed, weights, weights[:, :WIDTH].contiguous(), activation, added)
 
 
-def _there_and_back(exchange: AllToAll, at: Inputs, width: int) -> None:
+def there_and_back(exchange: AllToAll, at: Inputs, width: int) -> None:
     routed = exchange.dispatch(at.rows(width), at.ids(), at.rows(TOP_K, dtype=torch.float32)).wait()
     y_RD = torch.zeros(
         routed.device_routing().num_permuted, width, dtype=torch.bfloat16, device=at.device
@@ -237,10 +238,10 @@ def _push(at: Inputs) -> None:
     """The exchange of a rank with itself."""
     row_format = RowFormat(WIDTH, TOP_K, torch.bfloat16)
     (exchange,) = build_ranks(1, EXPERTS, row_format, max(SIZES), device=at.device)
-    _there_and_back(exchange, at, WIDTH)
+    there_and_back(exchange, at, WIDTH)
     row_format = RowFormat(256, TOP_K, torch.bfloat16, fp8=True)
     (exchange,) = build_ranks(1, EXPERTS, row_format, max(SIZES), device=at.device)
-    _there_and_back(exchange, at, 256)
+    there_and_back(exchange, at, 256)
 
 
 def _skinny_linear(at: Inputs, *, fp8: bool) -> None:
@@ -332,69 +333,9 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "decodes_fp8_in_chunks": partial(decodes, cut=True, sinks=False, fp8=True),
     "decodes_fp8_by_warps": partial(warp_decodes, cut=False),
     "decodes_fp8_by_warps_in_chunks": partial(warp_decodes, cut=True),
+    "shared_decodes": partial(shared_decodes, tile_rows=8),
+    "shared_decodes_fp8": partial(shared_decodes, tile_rows=16, fp8=True),
     "prompts_fp8": partial(prompts, window=None, fp8=True),
     "prompts": partial(prompts, window=None),
     "prompts_with_a_window": partial(prompts, window=128),
-}
-
-
-def _tiles(rows_per_expert: float, activation: Activation = "silu") -> list[int]:
-    """Launch the products of Qwen3-30B-A3B's experts of one rank of four; how many programs an SM shall hold."""
-    expected = int(EXPERTS * rows_per_expert)
-    none = torch.zeros(max(expected, EXPERTS), dtype=torch.int32, device=DEVICE)
-    routing = DeviceRouting(none.view(-1, 1), none, *(none[:EXPERTS],) * 3, 1, expected)
-    new: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
-    x, gemm = torch.empty(expected, 2048, **new), TritonGroupedGemm(num_sms=132, hopper=FOR_HOPPER)
-    weights = torch.empty(EXPERTS, 1536, 2048, **new), torch.empty(EXPERTS, 2048, 768, **new)
-    gemm(ExpertInput(x, routing.offs_e, None, routing), *weights, activation)
-    return [tile.programs_per_sm for tile in gemm._tiles(routing, x, routing.row_R)]
-
-
-def _pushes(num_ranks: int, num_sms: int | None, *, fp8: bool = False) -> list[int]:
-    """Launch both kernels of the exchange; all programs of the second wait, so as many as there are must fit."""
-    row_format = RowFormat(2048, 8, torch.bfloat16, fp8)
-    exchange = build_ranks(num_ranks, 128, row_format, 512, device=DEVICE, num_sms=132)[0]
-    exchange.set_num_sms(num_sms)
-    _there_and_back(exchange, Inputs(DEVICE, 512, 0), 2048)
-    return [-(-exchange._limit // 132)] * 2
-
-
-def _decode_programs() -> list[int]:
-    """Launch both forms of decodes; how many programs an SM shall hold."""
-    from kernels.attention.triton_paged import PROGRAMS_PER_SM
-
-    for cut in (False, True):
-        for fp8 in (False, True):
-            decodes(Inputs(DEVICE, 16, 0), cut=cut, fp8=fp8)
-    return [PROGRAMS_PER_SM] * 4
-
-
-def _warp_decode_programs() -> list[int]:
-    from kernels.triton.warp_decode_fp8 import PROGRAMS_PER_SM
-
-    for cut in (False, True):
-        warp_decodes(Inputs(DEVICE, 16, 0), cut=cut)
-    return [PROGRAMS_PER_SM] * 2
-
-
-def _latent_decode_programs() -> list[int]:
-    """Launch decodes over latents of 16 and of more heads; a program has an SM alone."""
-    for num_heads in (16, 20):
-        latent_decodes(Inputs(DEVICE, 16, 0), cut=True, num_heads=num_heads)
-    return [1, 1]
-
-
-LAUNCHES: dict[str, Callable[[], list[int]]] = {
-    **{f"{rows}_rows_an_expert": partial(_tiles, rows) for rows in (0.25, 8, 40, 80, 400, 1000)},
-    "1000_rows_an_expert_with_gelu": partial(_tiles, 1000, "gelu"),
-    "1000_rows_an_expert_with_gelu_tanh": partial(_tiles, 1000, "gelu_tanh"),
-    **launches_fp8.LAUNCHES,
-    **launches_four_bit.LAUNCHES,
-    **{f"push_{ranks}_ranks": partial(_pushes, ranks, None) for ranks in (2, 4, 8)},
-    "push_fp8": partial(_pushes, 4, None, fp8=True),
-    "push_fp8_on_8_sms": partial(_pushes, 4, 8, fp8=True),
-    **{f"push_on_{sms}_sms": partial(_pushes, 4, sms) for sms in (8, 32)},
-    "decodes": _decode_programs,
-    "latent_decodes": _latent_decode_programs,
-    "decodes_by_warps": _warp_decode_programs,
 }

@@ -109,6 +109,11 @@ def test_rows_of_three_adapters_and_of_none(
         gemm, alignment = TritonGroupedGemm(num_sms=3, hopper=FOR_HOPPER), 1
     else:
         gemm, alignment = TritonFourBit(FORM, num_sms=3, device=DEVICE), 1
+    check(gemm, name, in_fp8, num_rows, alignment)
+
+
+def check(gemm: GroupedGemm, name: str, in_fp8: bool, num_rows: int, alignment: int) -> None:
+    """Compare routed rows of four local experts of six with float32; rows arrive in FP8 where `in_fp8`."""
     # The interpreter takes the bits of bfloat16 for integers.
     dtype = torch.bfloat16 if COMPILED or name.endswith("fp8") else torch.float32
     shapes = ((LOCAL, 2 * WIDTH, HIDDEN), (LOCAL, HIDDEN, WIDTH))

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention import flashinfer_mla
+from kernels.attention.base import GraphForm
 from kernels.attention.context_chunks import Piece, chunk_limit, cut_contexts
 from kernels.attention.flashinfer_mla import FlashInferMlaAttention
 from kernels.attention.flashinfer_mla_fp8 import FlashInferMlaFp8Attention
 from kernels.interface.attention_spec import AttentionSpec, MlaDims
 from tests.fused_latents import check, fake_flashinfer
+from tests.shared_case import reads, use_cascade
 from tests.triton.device import COMPILED
 from tests.unit.test_kernels_attention import BATCHES
 
@@ -65,6 +67,42 @@ def test_planned_for_graphs(rows: int, fp8: bool) -> None:
     """Rows behind the decodes are empty; their output is zero and their latents are not stored."""
     for seqs in ([(5, 1), (0, 1), (30, 1)], [(7, 1)], []):
         check(attention(fp8=fp8), seqs, graph=rows)
+
+
+SHARING = [(40, 1), (37, 1), (9, 1), (33, 1), (50, 1), (7, 1)]
+SHARED_GROUPS = [((0, 1, 3), 8), ((2, 5), 1)]
+
+
+def sharing() -> FlashInferMlaAttention:
+    one = attention()
+    use_cascade(one)
+    return one
+
+
+@pytest.mark.parametrize("rows", [0, 8, 10])
+def test_latents_that_decodes_share(rows: int) -> None:
+    """In a graph of 8 or 10 rows, or planned for one step, beside a prompt."""
+    one = sharing()
+    seqs = SHARING if rows else [*SHARING, (5, 4)]
+    check(one, seqs, graph=rows, groups=SHARED_GROUPS)
+    assert reads(one) == (5, (2 * 8 + 1) * 4)
+    check(one, seqs, graph=rows, groups=SHARED_GROUPS[1:])
+    check(one, seqs, graph=rows)
+
+
+def test_one_graph_serves_steps_without_shared_latents() -> None:
+    """A form that shares has all rows in one sequence without tokens then."""
+    one, rows = sharing(), 8
+    forms = one.forms(rows, prompts=False)
+    assert forms == (GraphForm.SHARED_DECODES, GraphForm.DECODES)
+    check(one, SHARING, graph=rows, form=GraphForm.SHARED_DECODES)
+
+
+def test_few_heads_share() -> None:
+    many = replace(SPEC, num_heads=128)
+    assert "128 heads" in str(FlashInferMlaAttention.cascade_refusal([many]))
+    assert FlashInferMlaAttention.cascade_refusal([SPEC]) is None
+    assert FlashInferMlaFp8Attention.cascade_refusal([SPEC]) is not None
 
 
 def test_long_decodes_are_cut() -> None:

@@ -215,7 +215,7 @@ def test_plans_of_one_graph_share_addresses_and_launches():
             batch.move(DEVICE)
             batch = batch.batch()
         attention.plan_graph(batch, GRAPH_ROWS, GraphForm.DECODES)
-        found.append({window: addresses(it) for window, it in attention._layers.items()})
+        found.append({window: addresses(it) for window, it in attention.layers.items()})
     assert all(one == found[0] for one in found)
 
 
@@ -225,7 +225,7 @@ def all_addresses(attention: TritonPagedAttention) -> object:
     assert prompts is not None
     tiles = (*prompts.tiles, prompts.starts, prompts.lens)
     return (
-        {window: addresses(it) for window, it in attention._layers.items()},
+        {window: addresses(it) for window, it in attention.layers.items()},
         [(it.data_ptr(), it.shape) for it in tiles],
     )
 

@@ -2,12 +2,13 @@
 
 import argparse
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.bench import ROOT, gpu_speculation, results, step_rows
+from scripts.bench import ROOT, gpu_speculation, results, speculation_host, step_rows
 from tests.distributed.engine_harness import rank_config
 from tests.family_cases import family_checkpoint
 
@@ -37,14 +38,51 @@ def test_rates_are_compared_with_the_server_without_drafts() -> None:
     assert page.endswith("- mtp, 0.8: decode 1: 4.00\n")
 
 
+def options(**changes: Any) -> argparse.Namespace:
+    found = {
+        "rows": ["accept", "low", "schema"],
+        "speculation": "mtp",
+        "num_draft_tokens": 3,
+        "accept_lengths": [(0.8, 0.5), (0.4,)],
+        "in_flight": [1, 8],
+        "low_in_flight": [8, 64],
+        "beside": 63,
+    }
+    return argparse.Namespace(**found | changes)
+
+
 def test_each_acceptance_has_a_server() -> None:
-    options = argparse.Namespace(
-        speculation="mtp", num_draft_tokens=3, accept_lengths=[(0.8, 0.5), (0.2,)]
-    )
-    found = gpu_speculation.servers(options)
-    assert list(found) == ["off", "mtp, 0.8 0.5", "mtp, 0.2"]
-    assert found["off"] == ["speculation.method=off"]
-    assert found["mtp, 0.8 0.5"][-1] == "speculation.accept_lengths=[0.8, 0.5]"
+    found = gpu_speculation.servers(options())
+    assert [one.name for one in found] == ["off", "mtp, 0.8 0.5", "mtp, 0.4", "mtp, 0.2"]
+    assert found[0].settings == ["speculation.method=off"]
+    assert found[1].settings[-1] == "speculation.accept_lengths=[0.8, 0.5]"
+    plain, structured = (63, gpu_speculation.PLAIN), (63, gpu_speculation.STRUCTURED)
+    assert found[0].loads == [(1, ""), (8, ""), (64, ""), plain, structured]
+    assert found[1].loads == found[2].loads == [(1, ""), (8, "")]
+    assert found[3].loads == [(8, ""), (64, "")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "names", "loads"), [("low", ["off", "mtp, 0.2"], 2), ("schema", ["off"], 2)]
+)
+def test_rows_are_chosen(rows: str, names: list[str], loads: int) -> None:
+    found = gpu_speculation.servers(options(rows=[rows]))
+    assert [one.name for one in found] == names and len(found[0].loads) == loads
+
+
+def test_a_json_schema_is_compared_with_a_stream_without() -> None:
+    """Other loads of as many requests are none to compare with, nor is a load that was not measured yet."""
+    found = server(100, 0, 0, 0)
+    (load,) = found["loads"]
+    loads = [copy.deepcopy(load) | {"beside": beside} for beside in ("", "a stream")]
+    loads.append(copy.deepcopy(load) | {"beside": gpu_speculation.STRUCTURED})
+    for one, rate in zip(loads, (400, 200, 190), strict=True):
+        one["result"]["output_tokens_per_s"] = rate
+    report = {name: value for name, value in PUBLISHED.items() if name != "loads"}
+    page = gpu_speculation.page({**report, "servers": {"off": {**found, "loads": loads}}}, "x")
+    assert [line.split(" | ")[3] for line in page.splitlines()[-3:]] == ["1.00", "1.00", "0.95"]
+    page = gpu_speculation.page({**report, "servers": {"off": {**found, "loads": loads[2:]}}}, "x")
+    assert page.splitlines()[-1].split(" | ")[3] == "-"
 
 
 def test_steps_by_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,3 +95,25 @@ def test_steps_by_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     found = [steps.measure(2, num_drafts) for num_drafts in (0, 2)]
     assert [(row.rows, row.graph) for row in found] == [(2, "-"), (6, "-")]
     assert all(0 < row.draft_ms < row.step_ms and 0 < row.forward_ms < row.step_ms for row in found)
+
+
+def test_turns_of_the_host_alternate_and_their_ratios_are_medians() -> None:
+    turns: list[str] = []
+
+    def turn(name: str, *times: float) -> Callable[[], dict[str, float]]:
+        left = iter(times)
+
+        def measure() -> dict[str, float]:
+            turns.append(name)
+            found = next(left)
+            return {"ahead": found, "host": 2 * found}
+
+        return measure
+
+    # The first pair warms up; other work slows the machine down in the second one.
+    found = speculation_host.compare((turn("off", 9, 1, 5, 2), turn("on", 1, 3, 10, 5)), 3)
+    assert turns == ["off", "on", "on", "off", "off", "on", "on", "off"]
+    assert found["ahead_ratio"] == found["host_ratio"] == 2.5
+    assert found["off"] == {"ahead": 2, "host": 4} and found["on"] == {"ahead": 5, "host": 10}
+    text = speculation_host.tables({"steps": [{"in_flight": 8, **found}], "schema": []})
+    assert "| 8 | 2.000 | 5.000 | 2.50 | 4.000 | 10.000 | 2.50 |" in text

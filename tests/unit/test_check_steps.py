@@ -88,7 +88,7 @@ def test_graphs_that_are_demanded_and_cannot_be(yaml_path: Path) -> None:
 def test_no_microbatches_and_why(yaml_path: Path, overrides: list[str], reason: str) -> None:
     report = checked(yaml_path, *overrides)
     assert report.steps["ubatches"].startswith(f"off: {reason}")
-    assert set(report.steps) == {"cuda_graphs", "ubatches", "speculation"}
+    assert set(report.steps) == {"cuda_graphs", "ubatches", "cascade", "speculation"}
     assert report.ranks[0].ubatch_bytes == 0
 
 

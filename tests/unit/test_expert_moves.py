@@ -16,15 +16,25 @@ LAYERS = 4
 
 
 class Stager:
-    """Holds the map of each layer; `plan` says what the next call of `stage` does."""
+    """Holds the map of each layer; `behaviour` says what the next call of `stage` does.
 
-    def __init__(self) -> None:
-        self.held = [(0, 1)] * LAYERS
+    room   layers that may wait for their commit
+    """
+
+    def __init__(self, room: int = 1) -> None:
+        self.held, self.room = [(0, 1)] * LAYERS, room
         self.release = threading.Event()
         self.behaviour = "stage"
-        self.calls = 0
+        self.calls, self.is_settled = 0, True
 
-    def stage(self, layer: int, slots: tuple[int, ...]):
+    def settled(self) -> bool:
+        return self.is_settled
+
+    def fits(self, layer: int, slots: tuple[int, ...], waiting) -> bool:
+        return len(waiting) < self.room
+
+    def stage(self, layer: int, slots: tuple[int, ...], waiting):
+        assert len(waiting) < self.room
         self.calls += 1
         if self.behaviour == "raise":
             raise OSError("the disk is gone")
@@ -67,11 +77,11 @@ class Ranks:
         assert all(one == held[0] for one in held), "all ranks have one map behind every step"
         return plan
 
-    def staged(self, ranks=None) -> None:
-        """Wait until these ranks have staged their next layer, or failed."""
+    def staged(self, ranks=None, layers: int = 1) -> None:
+        """Wait until so many layers of these ranks wait for their commit, or the ranks have failed."""
         for rank in range(len(self.moves)) if ranks is None else ranks:
             moves, deadline = self.moves[rank], time.monotonic() + 30
-            while moves._move and moves._staged is None and not moves._error:
+            while moves._move and len(moves._staged) < layers and not moves._error:
                 assert time.monotonic() < deadline
                 time.sleep(0.0005)
 
@@ -92,9 +102,9 @@ def test_one_layer_a_step_on_all_ranks_at_once(ranks):
     ranks.begin(1, (1, 0))
     for layer in range(LAYERS):
         ranks.staged()
-        assert ranks.step().move_commit == layer
+        assert ranks.step().move_commit == layer + 1
         assert ranks.stagers[0].held == [(1, 0)] * (layer + 1) + [(0, 1)] * (LAYERS - 1 - layer)
-    assert ranks.step().move_commit is None
+    assert ranks.step().move_commit == 0
     assert [(it.completed, it.committed, it.number, it.ended) for it in ranks.moves] == [
         (1, LAYERS, 0, 1)
     ] * 3
@@ -102,14 +112,44 @@ def test_one_layer_a_step_on_all_ranks_at_once(ranks):
 
 def test_nothing_is_committed_before_every_rank_has_the_move(ranks):
     ranks.begin(1, (1, 0), ranks=[0, 2])
-    ranks.step()
-    ranks.staged([0, 2])
     for _ in range(5):
-        assert ranks.step().move_commit is None
+        assert ranks.step().move_commit == 0
+    ranks.stagers[0].is_settled = False
     ranks.begin(1, (1, 0), ranks=[1])
-    ranks.step()
+    for _ in range(5):
+        assert ranks.step().move == 0, "rank 0 still copies what a move before has committed"
+    assert not any(stager.calls for stager in ranks.stagers)
+    ranks.stagers[0].is_settled = True
+    assert ranks.step().move == 1
     ranks.staged()
-    assert ranks.step().move_commit == 0
+    assert ranks.step().move_commit == 1
+
+
+def test_a_step_commits_all_layers_that_every_rank_has_staged(ranks):
+    """A rank with much room waits for the one with least, which goes on when a step has freed its memory."""
+    for stager, room in zip(ranks.stagers, (4, 2, 3), strict=True):
+        stager.room = room
+    ranks.begin(1, (1, 0))
+    for rank, room in enumerate((4, 2, 3)):
+        ranks.staged([rank], room)
+    assert ranks.step().move_commit == 2
+    assert ranks.stagers[0].held == [(1, 0)] * 2 + [(0, 1)] * 2
+    for rank in range(3):
+        ranks.staged([rank], 2)
+    assert ranks.step().move_commit == LAYERS
+    assert ranks.stagers[1].held == [(1, 0)] * LAYERS
+    assert [(it.completed, it.committed) for it in ranks.moves] == [(1, LAYERS)] * 3
+
+
+def test_layers_that_wait_for_their_commit_are_lost_with_a_cancel(ranks):
+    for stager in ranks.stagers:
+        stager.room = LAYERS
+    ranks.stagers[2].behaviour = "stall"
+    ranks.begin(1, (1, 0))
+    ranks.staged([0, 1], LAYERS)
+    while not ranks.step(seconds=0.5).move_cancelled:
+        pass
+    assert ranks.stagers[0].held == [(0, 1)] * LAYERS and not ranks.moves[0]._staged
 
 
 @pytest.mark.parametrize("behaviour", ["stall", "raise"])
@@ -117,7 +157,7 @@ def test_a_stager_that_stalls_or_raises_is_cancelled_by_all(ranks, behaviour, ca
     ranks.begin(1, (1, 0))
     ranks.staged()
     ranks.stagers[1].behaviour = behaviour
-    assert ranks.step().move_commit == 0
+    assert ranks.step().move_commit == 1
     ranks.staged([0, 2])
     plans = [ranks.step(seconds=0.5) for _ in range(10)] if behaviour == "stall" else []
     if behaviour == "raise":
@@ -145,6 +185,8 @@ def test_a_move_after_a_stager_that_still_runs_is_cancelled(ranks):
     """The thread would write into the memory of the next move."""
     ranks.stagers[1].behaviour = "stall"
     ranks.begin(1, (1, 0))
+    while not ranks.stagers[1].calls:
+        time.sleep(0.0005)
     while not ranks.step(seconds=0.5).move_cancelled:
         pass
     calls = ranks.stagers[1].calls
@@ -174,18 +216,20 @@ def test_time_asleep_is_no_stall(ranks):
 @pytest.mark.parametrize("steps", [300, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_random_steps_with_stalls_errors_and_late_returns(steps):
     ranks, draw, number = Ranks(4, stall_s=5.0), random.Random(1), 0
+    for stager, room in zip(ranks.stagers, (1, 2, LAYERS, 3), strict=True):
+        stager.room = room
     for _ in range(steps):
-        if draw.random() < 0.05:
+        if draw.random() < 0.3:
             stager = draw.choice(ranks.stagers)
-            stager.behaviour = draw.choice(["stage", "stage", "raise", "stall"])
+            stager.behaviour = draw.choice(["stage", "stage", "stage", "stage", "raise", "stall"])
             if stager.behaviour != "stall":
                 stager.release.set()
                 stager.release = threading.Event()
         if not any(moves.number for moves in ranks.moves) and draw.random() < 0.3:
             number += 1
             ranks.begin(number, draw.choice([(1, 0), (0, 1)]))
-        if draw.random() < 0.5:
-            time.sleep(0)
+        if draw.random() < 0.5:  # else the steps go on while stagers work
+            ranks.staged([n for n, it in enumerate(ranks.stagers) if it.behaviour == "stage"])
         ranks.step(seconds=draw.choice([0.01, 0.9]))
     cancelled, completed = ranks.moves[0].cancelled, ranks.moves[0].completed
     assert cancelled > 1 and completed > 1, (cancelled, completed)

@@ -14,7 +14,7 @@ from kernels.four_bit import FourBitWeights
 from kernels.slot_table import SlotTable
 from tests.distributed.engine_harness import rank_config
 from tests.unit.model_case import small_checkpoint
-from workers.layers.moe import runs
+from workers.rank import expert_staging
 from workers.rank.expert_staging import ExpertStager
 from workers.rank.peer_experts import PeerExperts
 from workers.rank.process import RankProcess
@@ -98,7 +98,9 @@ def test_weights_after_many_moves_are_those_of_the_checkpoint(processes, moves, 
     draw, told = random.Random(3), []
     handles = [json.loads(json.dumps(process.experts.handles)) for process in processes]
     peers = [
-        PeerExperts.meet(process.rank, process.dims, handles[0], lambda own: handles)
+        PeerExperts.meet(
+            process.rank, process.dims, process.device, handles[0], lambda own: handles
+        )
         for process in processes
     ]
     stagers = [
@@ -178,7 +180,7 @@ def test_weights_of_a_rank_that_has_ended_come_from_the_checkpoint(processes, ca
     process, _ = processes
     handles = [it.experts.handles for it in processes]
     gone = {layer: [{**one, "started": 1} for one in found] for layer, found in handles[1].items()}
-    peers = PeerExperts.meet(0, process.dims, handles[0], lambda own: [own, gone])
+    peers = PeerExperts.meet(0, process.dims, process.device, handles[0], lambda own: [own, gone])
     assert "experts of rank 1 come from the checkpoint: process" in caplog.text
     stager = ExpertStager(process, lambda layer: None, peers)
     wanted = random_layout(random.Random(1), process.experts.present)
@@ -191,13 +193,37 @@ def test_weights_of_a_rank_that_has_ended_come_from_the_checkpoint(processes, ca
     fresh.close()
 
 
-def test_runs_of_places():
-    assert list(runs([])) == []
-    assert list(runs([0, 1, 2, 5, 7, 8])) == [(0, 3), (5, 6), (7, 9)]
-
-
 def test_a_table_has_one_shape_for_all_maps_of_equal_slots():
     starts = [0, 5, 10]
     first = SlotTable.of([0, 1, 2, 3, 4, 5, 6, 7, 0, 1], starts, EXPERTS, 0, "cpu")
     second = SlotTable.of([0, 1, 2, 3, 7, 4, 5, 6, 7, 0], starts, EXPERTS, 0, "cpu")
     assert first.slots_EC.shape == second.slots_EC.shape == (8, 2)
+
+
+@pytest.mark.parametrize("processes", ["dense"], indirect=True)
+def test_layers_share_the_spare_memory_until_their_commit(processes, monkeypatch):
+    """Of five places on each rank, layers with one and three new experts take four; one place is left."""
+    stagers = [ExpertStager(process, lambda layer: None) for process in processes]
+    layout = processes[0].experts.present
+    assert layout.layers[0].slots == (0, 1, 2, 3, 4, 4, 5, 6, 7, 0)
+    first, second = (7, 1, 2, 3, 4, 4, 5, 6, 1, 0), (0, 6, 7, 5, 4, 4, 1, 2, 3, 0)
+    waiting: list[list[Any]] = [[], []]
+    for layer, slots in ((0, first), (1, second)):
+        for stager, own in zip(stagers, waiting, strict=True):
+            assert stager.fits(layer, slots, own)
+            own.append(stager.stage(layer, slots, own))
+    places = [[at for it in own for _, at in it.places] for own in waiting]
+    assert [len({*it}) for it in places] == [4, 4]
+    for stager, own in zip(stagers, waiting, strict=True):
+        assert stager.fits(2, first, own) and not stager.fits(2, second, own)
+    assert all(stager.fits(2, second, []) for stager in stagers)
+    monkeypatch.setitem(expert_staging.COMMIT_BYTES, "cpu", 1000)
+    assert not stagers[0].fits(2, first, waiting[0]), "a step copies so much at most"
+    for stager, own in zip(stagers, waiting, strict=True):
+        for staged in own:
+            stager.commit(staged)
+    for process in processes:
+        fresh = RankProcess(process.rank, process.config, process.experts.present)
+        fresh.load()
+        assert_same(process, fresh)
+        fresh.close()

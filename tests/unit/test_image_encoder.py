@@ -113,15 +113,27 @@ def test_an_image_is_computed_once_for_all_orders(make: Any, tower: FakeTower) -
     assert third.complete and third.of(image(2)).unique().tolist() == [2.0]
 
 
+def test_a_known_image_does_not_wait_for_others(make: Any, tower: FakeTower) -> None:
+    encoder = make()
+    first, one = ordered(encoder, image(1))
+    assert one.wait(10)
+    tower.gate.clear()
+    other, _ = ordered(encoder, image(2))
+    assert encoder.order([image(1)], never).complete and not other.complete
+    tower.gate.set()
+    first.close()
+
+
 def test_images_stay_until_their_last_holder_leaves(make: Any, tower: FakeTower) -> None:
     """Room for two images: a third waits for a release, and drops the image that nothing holds."""
     encoder = make(cache=8)
     first, one = ordered(encoder, image(1), image(2), image(1))
     assert one.wait(10)
     other, two = ordered(encoder, image(3))
+    encoder.wait()
     last, three = ordered(encoder, image(2))
     encoder.wait()
-    assert not other.complete and not last.complete, "later orders do not overtake"
+    assert not other.complete and not last.complete, "none overtakes an order that waits for room"
     first.release(image(1))
     encoder.wait()
     assert not two.is_set(), "the sequence has the image twice"

@@ -190,13 +190,14 @@ class Pages:
         for layer in self.layers:
             layer.move(device)
 
-    def batch(self) -> AttentionBatch:
+    def batch(self, num_verify: int = 0) -> AttentionBatch:
         new = [count for _, count in self.seqs]
         decodes = next((i for i, count in enumerate(new) if count != 1), len(new))
         return AttentionBatch(
             num_tokens=sum(new),
             num_seqs=len(new),
             num_single_rows=decodes,
+            num_verify=num_verify,
             query_start_loc_cpu=np.cumsum([0, *new], dtype=np.int32),
             seq_lens_cpu=np.array([sum(seq) for seq in self.seqs], dtype=np.int32),
             block_table=self.block_table,
@@ -218,6 +219,7 @@ def check(
     fp8: bool = False,
     rounded: bool = False,
     stale: bool = False,
+    num_verify: int = 0,
     attention: Attention | None = None,
     backend: type[Attention] = SdpaAttention,
     device: str = "cpu",
@@ -231,7 +233,7 @@ def check(
     pages.move(device)
     attention = attention or backend(specs, block_size)
     attention.bind(pages.caches)
-    attention.plan(pages.batch())
+    attention.plan(pages.batch(num_verify))
     for number, layer in enumerate(pages.layers):
         out = attention(layer.q, layer.k, layer.v, number, layer.sinks)
         check_layer(pages, layer, out)

@@ -31,6 +31,8 @@ RANK_STATS = {
     "preemptions": 1,
     "prefix_cache_queries": 50,
     "prefix_cache_hits": 40,
+    "shared_prefix_rows": 14,
+    "shared_prefix_tokens_saved": 1400,
     "state_snapshots": 7,
     "state_snapshot_bytes": 7000,
     "states_restored": 8,

@@ -192,22 +192,23 @@ def test_all_ranks_read_the_load_of_experts_in_equal_pairs_of_steps():
     ]
 
 
-def test_a_layer_of_experts_is_committed_when_all_ranks_have_staged_it():
-    def commit(*moves: tuple[int, int], tokens: int = 3) -> int | None:
+def test_layers_of_experts_are_committed_when_all_ranks_have_staged_them():
+    def commit(*moves: tuple[int, int], tokens: int = 3) -> int:
         votes = [vote(tokens, move=move, move_staged=staged) for move, staged in moves]
         return decide(rows(*votes), RAGGED).move_commit
 
-    assert commit((4, 1), (4, 1)) == 0 and commit((4, 7), (4, 7)) == 6
-    assert commit((4, 1), (4, 1), tokens=0) == 0, "also while all ranks are idle"
-    for moves in [((4, 1), (4, 0)), ((4, 1), (0, 0)), ((4, 1), (5, 1)), ((4, 2), (4, 1))]:
-        assert commit(*moves) is None, moves
-    assert commit((0, 0), (0, 0)) is None
+    assert commit((4, 1), (4, 1)) == 1 and commit((4, 9), (4, 7)) == 7
+    assert commit((4, 1), (4, 1), tokens=0) == 1, "also while all ranks are idle"
+    for moves in [((4, 1), (4, 0)), ((4, 1), (0, 0)), ((4, 1), (5, 1)), ((0, 0), (0, 0))]:
+        assert commit(*moves) == 0, moves
 
 
 def test_one_rank_cancels_a_move_for_all_and_the_plan_names_the_late_ranks():
-    staged, late = {"move": 4, "move_staged": 2}, {"move": 4}
-    votes = vote(3, **staged, move_cancel=4), vote(**staged), vote(**late), vote()
+    staged, late = {"move": 4, "move_staged": 2}, {"move": 4, "move_staged": 1}
+    votes = vote(3, **staged, move_cancel=4), vote(**staged), vote(**late), vote(**late)
     plan = decide(rows(*votes), RAGGED)
-    assert (plan.move_cancelled, plan.move_late, plan.move_commit) == (4, (2, 3), None)
+    assert (plan.move_cancelled, plan.move_late, plan.move_commit) == (4, (2, 3), 0)
+    plan = decide(rows(*votes, vote()), RAGGED)
+    assert plan.move_late == (4,), "one that has not begun the move"
     plan = decide(rows(vote(3, **staged, move_cancel=4), vote(3, **staged)), RAGGED)
-    assert (plan.move_cancelled, plan.move_commit) == (4, None), "a cancel comes before a commit"
+    assert (plan.move_cancelled, plan.move_commit) == (4, 0), "a cancel comes before a commit"

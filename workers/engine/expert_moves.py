@@ -1,15 +1,16 @@
 """Moves of experts between ranks while the engine serves: staged layer by layer in a thread, committed by the vote.
 
-Each rank stages the weights of a layer that it lacks into spare memory, and votes that it has. When all ranks have,
-the plan of one step lets all of them commit the layer between two steps: weights and map together. A layer that is
-not committed leaves no trace, so a move that is cancelled leaves a whole map: that of the layers committed so far.
+Each rank stages the weights of layers that it lacks into spare memory, and votes for how many it has. The plan of a
+step lets all ranks commit the layers that all of them have staged, between two steps: weights and map together. A layer
+that is not committed leaves no trace, so a move that is cancelled leaves a whole map: that of the layers committed.
 Knows nothing of weights: the stager does.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kernels.host.owned import start_thread
@@ -27,8 +28,17 @@ JOIN_S, CLOSE_S = 0.02, 5.0  # for the thread of a move that has ended
 class Stager(Protocol):
     """Stages and commits the layers of one rank."""
 
-    def stage(self, layer: int, slots: tuple[int, ...]) -> Any:
-        """Read the experts of this rank that a layer's new map adds, into spare memory. In any thread; may raise."""
+    def fits(self, layer: int, slots: tuple[int, ...], waiting: Sequence[Any]) -> bool:
+        """Return whether a layer has room beside those that wait for their commit; True if none waits."""
+
+    def stage(self, layer: int, slots: tuple[int, ...], waiting: Sequence[Any]) -> Any:
+        """Read the experts of this rank that a layer's new map adds, into spare memory. In any thread; may raise.
+
+        waiting   what earlier calls have returned, if it may still wait for its commit: its memory is in use
+        """
+
+    def settled(self) -> bool:
+        """Return whether what was committed before is in place, also on the device."""
 
     def commit(self, staged: Any) -> None:
         """Put what `stage` has returned in the place of the layer's weights and map. In the thread of the steps."""
@@ -52,8 +62,8 @@ class ExpertMoves:
         self._changed = threading.Condition()
         self._move: ExpertMove | None = None
         self._thread: threading.Thread | None = None
-        self._staged: tuple[int, Any] | None = None  # position in the move, and what to commit
-        self._next = 0  # position in the move
+        self._staged: deque[Any] = deque()  # what to commit, of the layers from `_next` on
+        self._next = 0  # layers committed
         self._error, self._started = "", True
         self._ended = 0  # the last move that has ended here
         self._waited_s = self._voted_at = 0.0
@@ -91,7 +101,7 @@ class ExpertMoves:
                 return
             if self._move is not None:
                 raise ValueError(f"move {self._move.number} of experts runs")
-            self._move, self._staged, self._next, self._error = move, None, 0, ""
+            self._move, self._staged, self._next, self._error = move, deque(), 0, ""
             self._waited_s, self._started = 0.0, False
             if before is not None and before.is_alive():
                 self._error = "the stager of a move that was cancelled still runs"
@@ -105,11 +115,13 @@ class ExpertMoves:
                 return {}
             self._waited_s += min(now - self._voted_at, MAX_PAUSE_S)
             self._voted_at = now
-            staged = 0 if self._staged is None else 1 + self._staged[0]
+            assert self._stager is not None
+            if not self._started and not self._error and not self._stager.settled():
+                return {}  # peers would read what is overwritten
             stalled = self._error or self._waited_s > self._stall_s
             return {
                 "move": self._move.number,
-                "move_staged": staged,
+                "move_staged": self._next + len(self._staged),
                 "move_cancel": self._move.number if stalled else 0,
             }
 
@@ -117,29 +129,32 @@ class ExpertMoves:
         """Commit or cancel as all ranks do in this step, before it is launched."""
         if plan.move_cancelled:
             self._cancel(plan)
-        elif plan.move_commit is not None:
+        elif plan.move_commit:
             self._commit(plan.move_commit)
         if not self._started:
-            self._start()
+            self._start(plan.move)
 
-    def _start(self) -> None:
-        """Begin to stage behind a vote, because all ranks have then committed what the votes before have decided."""
+    def _start(self, number: int) -> None:
+        """Begin to stage when all ranks have the move, because what they committed before is in place then."""
         with self._changed:
             move = self._move
-            if move is not None and not self._error:
+            if move is not None and move.number == number and not self._error:
                 self._started = True
                 self._thread = start_thread(
                     lambda: self._run(move), lambda error: self._fail(move, error), "expert-moves"
                 )
 
-    def _commit(self, position: int) -> None:
+    def _commit(self, num_layers: int) -> None:
+        """Commit the layers up to this number, which includes those of earlier steps."""
         with self._changed:
-            assert self._move is not None and self._staged is not None and self._stager is not None
-            at, staged = self._staged
-            assert at == position == self._next, (at, position, self._next)
-            self._stager.commit(staged)
-            self.committed += 1
-            self._staged, self._next, self._waited_s = None, position + 1, 0.0
+            if num_layers == self._next:
+                return
+            assert self._move is not None and self._stager is not None
+            while self._next < num_layers:
+                self._stager.commit(self._staged.popleft())
+                self._next += 1
+                self.committed += 1
+            self._waited_s = 0.0
             if self._next == len(self._move.layers):
                 self.completed += 1
                 self._end(self._move.number)
@@ -165,20 +180,27 @@ class ExpertMoves:
     def _end(self, number: int) -> None:
         self._ended = max(self._ended, number)
         if self._move is not None and self._move.number <= number:
-            self._move, self._staged = None, None
+            self._move, self._staged = None, deque()
 
     def _run(self, move: ExpertMove) -> None:
         assert self._stager is not None
-        for position, (layer, slots) in enumerate(move.layers):
-            staged = self._stager.stage(layer, slots)
+        for layer, slots in move.layers:
+            waiting = self._room(move, layer, slots)
+            if waiting is None:
+                return
+            staged = self._stager.stage(layer, slots, waiting)
             with self._changed:
                 if self._move is not move:
                     return
-                self._staged = position, staged
-                while self._move is move and self._next == position:
-                    self._changed.wait()
-                if self._move is not move:
-                    return
+                self._staged.append(staged)
+
+    def _room(self, move: ExpertMove, layer: int, slots: tuple[int, ...]) -> tuple[Any, ...] | None:
+        """Wait until a layer has room beside those that wait for their commit; None: the move has ended."""
+        assert self._stager is not None
+        with self._changed:
+            while self._move is move and not self._stager.fits(layer, slots, self._staged):
+                self._changed.wait()
+            return tuple(self._staged) if self._move is move else None
 
     def _fail(self, move: ExpertMove, error: BaseException) -> None:
         with self._changed:
@@ -189,7 +211,7 @@ class ExpertMoves:
     def close(self) -> bool:
         """End the move that runs; return whether its thread has ended, and so writes to no memory any more."""
         with self._changed:
-            self._move = self._staged = None
+            self._move, self._staged = None, deque()
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(CLOSE_S)

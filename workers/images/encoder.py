@@ -1,7 +1,8 @@
 """Computes the embeddings of images on a thread of its own, each image once, beside the steps. Knows no scheduling.
 
 The thread takes orders as they came; an order is all that one sequence needs. It is complete when the cache holds all
-its images, and until then later orders wait for room, so that no two sequences wait for what the other one holds.
+its images. While it waits for room, no later order holds an image, so that no two sequences wait for what the other one
+holds. Otherwise an order of images that the cache has is complete at once.
 """
 
 import logging
@@ -84,7 +85,7 @@ class ImageEncoder:
         self._tower, self._cache = tower, OutputCache(limits.cache)
         self._changed = threading.Condition()
         self._orders: deque[Order] = deque()
-        self._idle = self._closed = False
+        self._idle = self._closed = self._wants_room = False
         self._broken: str | None = None
         self._stream: torch.cuda.Stream | None = None
         self._thread = start_thread(self._run, self._break, "images")
@@ -94,9 +95,11 @@ class ImageEncoder:
         order = Order(self, images, ready)
         with self._changed:
             order.error = self._broken
-            self.num_found += sum(self._cache.find(it.digest) is not None for it in images)
-            complete = not self._orders and self._hold(order)
-            if not complete and order.error is None:
+            found = [self._cache.find(image.digest) is not None for image in images]
+            self.num_found += sum(found)
+            if all(found) and not self._wants_room:
+                self._hold(order)
+            elif order.error is None:
                 self._orders.append(order)
                 self._notify()
         return order
@@ -171,7 +174,9 @@ class ImageEncoder:
                 if not completed:
                     if self._closed:
                         return None
-                    if images := self._choose():
+                    images = self._choose()
+                    self._wants_room = bool(self._orders) and not images
+                    if images:
                         return images
                     self._idle = True
                     self._changed.notify_all()

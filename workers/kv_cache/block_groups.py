@@ -13,6 +13,7 @@ import numpy as np
 
 from workers.kv_cache.block_pool import BlockPool
 from workers.kv_cache.group import CacheGroup, Filled, Prefix
+from workers.kv_cache.shared_prefixes import PrefixGroups
 from workers.step.sequence import Sequence
 
 
@@ -42,6 +43,15 @@ class FullGroup(CacheGroup):
         self._block_size = block_size
         self.held: dict[Sequence, HeldBlocks] = {}
         self.table = np.zeros((num_rows, max_blocks), dtype=np.int64)
+        self._prefixes = PrefixGroups(self.table)
+
+    def shared_prefixes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return `prefix_groups_cpu` and `prefix_blocks_cpu` of the ForwardBatch; rows as for `fields`."""
+        if self._prefixes.changed:
+            running = np.fromiter((seq.row for seq in self.held), np.int64, len(self.held))
+            ends = np.fromiter((held.end for held in self.held.values()), np.int64, len(running))
+            self._prefixes.update(running, ends)
+        return self._prefixes.of(rows)
 
     def fields(
         self, rows: np.ndarray, row_of_token: np.ndarray, positions: np.ndarray, max_blocks: int
@@ -91,6 +101,7 @@ class FullGroup(CacheGroup):
 
     def allocate(self, seq: Sequence, prefix: Prefix, shared: list[int], num_new: int) -> None:
         self._hold(seq, shared, seq.num_tokens)
+        self._prefixes.started(len(shared))
 
     def _hold(self, seq: Sequence, shared: list[int], num_tokens: int) -> None:
         start, end = seq.num_computed_tokens // self._block_size, -(-num_tokens // self._block_size)
@@ -110,6 +121,7 @@ class FullGroup(CacheGroup):
 
     def release(self, seq: Sequence, num_useful: int | None) -> None:
         held = self.held.pop(seq)
+        self._prefixes.ended(seq.row)
         self._pool.release(held.ids, num_useful and max(0, num_useful - held.first))
 
     def register(self, seq: Sequence, first: int, end: int) -> None:

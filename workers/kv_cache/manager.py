@@ -9,6 +9,7 @@ prompt, are computed once. A sequence starts behind the longest prefix that ever
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,8 @@ class KVCacheManager:
         self.demand = KVDemand(block_size, window, limits.max_num_batched_tokens)
         self.pool = BlockPool(num_blocks)
         sizes = self.pool, block_size, limits.max_num_seqs, self.max_blocks
-        self.groups: list[CacheGroup] = [FullGroup(*sizes)]
+        self._full = FullGroup(*sizes)
+        self.groups: list[CacheGroup] = [self._full]
         if window is not None:
             self.groups.append(WindowGroup(*sizes, window=window))
         if snapshots is not None:
@@ -70,6 +72,11 @@ class KVCacheManager:
         """Return the fields of all groups by name, see CacheGroup.fields; the longest sequence has `max_len` tokens."""
         place = rows, row_of_token, positions, -(-max_len // self.block_size)
         return {name: it for group in self.groups for name, it in group.fields(*place).items()}
+
+    def shared_prefixes(self, rows: np.ndarray) -> dict[str, Any]:
+        """Return the ForwardBatch's fields of prefixes that sequences share; rows as for `fields`."""
+        groups, blocks = self._full.shared_prefixes(rows)
+        return {"prefix_groups_cpu": groups, "prefix_blocks_cpu": blocks}
 
     def lookup(self, seq: Sequence) -> Prefix | None:
         """Return the prefix that `seq` can start behind; None if another sequence is about to compute the next block.

@@ -3,17 +3,16 @@
 T tokens, D hidden, E experts, e experts of this rank, K experts per token, I expert width, R routed rows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple, Self
 
 import torch
 
 from kernels.backends.select import Backends
 from kernels.lora.experts import ExpertAdapters
-from kernels.routing.expert_map import ExpertMap, kept_runs
+from kernels.routing.expert_map import ExpertMap, kept_runs, runs
 from kernels.routing.forced_routing import ForcedRouting
 from kernels.slot_table import SlotTable
 from workers.layers.builder import LayerBuilder
@@ -145,12 +144,17 @@ class MoeBlock:
         self.b13_e2I, self.b2_eD = biases or (None, None)
         return spare
 
-    def commit(self, places: Sequence[int], spare: "SpareWeights", staged: "StagedMap") -> None:
-        """Take these places of `spare` and the map of the layer in place, on the current stream."""
+    def commit(
+        self, places: Sequence[tuple[int, int]], spare: "SpareWeights", staged: "StagedMap"
+    ) -> None:
+        """Take weights of `spare` and the map of the layer in place, on the current stream.
+
+        places   pairs of a slot and of the place of its new weights in `spare`
+        """
         assert self.table is not None and self.experts_e is not None, "the map of this layer stays"
-        for begin, end in runs(places):
+        for to, at in runs(places):
             for weights, new in zip(self.parameters, spare.parameters, strict=True):
-                weights[begin:end].copy_(new[begin:end])
+                weights[to].copy_(new[at])
         self.table.copy_from(staged.table)
         self.experts_e.copy_(staged.experts_e)
         self.wanted[:] = self.held[:] = staged.experts
@@ -234,10 +238,3 @@ def flat(parameters: Sequence[ExpertWeights]) -> list[torch.Tensor]:
         for weights in parameters
         for tensor in ([weights] if isinstance(weights, torch.Tensor) else weights.tensors)
     ]
-
-
-def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield first and end of each run of neighbours among ascending places."""
-    for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
-        members = [place for _, place in run]
-        yield members[0], members[-1] + 1

@@ -1,7 +1,7 @@
 """Stages experts that come to a rank while it serves: into spare memory, then in place at once.
 
-They come from ranks of the same host on CPUs, else from the checkpoint. The spare memory is that of one layer. Knows
-nothing of votes.
+They come from ranks of the same host, else from the checkpoint. The spare memory has as many places as a layer has
+slots on the rank; layers with few new experts share it until their commit. Knows nothing of votes.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from workers.engine.expert_moves import ExpertMoves
-from workers.layers.moe import MoeBlock, SpareWeights, StagedMap, flat
+from workers.layers.moe import MoeBlock, StagedMap, flat
 from workers.rank.peer_experts import PeerExperts
 from workers.rank.process import RankProcess
 from workers.specs.expert_layout import ExpertReport
@@ -25,17 +25,20 @@ from workers.weights.initial_weights import draw_entries
 from workers.weights.loader import Checkpoint
 from workers.weights.slots import slot_of
 
+COMMIT_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
+"""Most bytes that one step copies to commit more than one layer: less than 1 ms on an H200, some ms on a CPU."""
+
 
 @dataclass(frozen=True)
 class StagedLayer:
     """A layer that waits for its commit.
 
-    places   slots of the rank, ascending, that get new weights
+    places   slots of the rank, ascending, that get new weights, each with the place of these in the spare memory
     slots    the expert of every slot of all ranks
     """
 
     layer: int
-    places: list[int]
+    places: list[tuple[int, int]]
     slots: tuple[int, ...]
     map: StagedMap
 
@@ -74,19 +77,50 @@ class ExpertStager:
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def stage(self, layer: int, slots: tuple[int, ...]) -> StagedLayer:
+    def fits(self, layer: int, slots: tuple[int, ...], waiting: Sequence[StagedLayer]) -> bool:
+        """See Stager. One step commits what waits, so several layers have at most COMMIT_BYTES."""
+        coming = self._coming(layer, slots)
+        num_bytes = sum(len(it.places) * self._expert_bytes(it.layer) for it in waiting)
+        num_bytes += len(coming) * self._expert_bytes(layer)
+        has_room = len(coming) <= len(self._free_places(layer, waiting))
+        return not waiting or (has_room and num_bytes <= COMMIT_BYTES[self._device.type])
+
+    def settled(self) -> bool:
         """See Stager."""
-        block, spare = self._blocks[layer], self._spare[layer]
+        return self._free is None or bool(self._free.query())  # type: ignore[no-untyped-call]
+
+    def _coming(self, layer: int, slots: tuple[int, ...]) -> dict[int, int]:
+        """Return the slot of the rank for each expert that a layer's new map adds."""
         own = self._experts.base.slots_of(self._rank)
-        experts = list(slots[own.start : own.stop])
-        pairs = enumerate(zip(experts, block.held, strict=True))
-        places = [place for place, (wanted, held) in pairs if wanted != held]
-        assert not {experts[place] for place in places} & set(block.held), "an expert changes slots"
+        pairs = zip(slots[own.start : own.stop], self._blocks[layer].held, strict=True)
+        coming = {wanted: at for at, (wanted, held) in enumerate(pairs) if wanted != held}
+        assert not coming.keys() & set(self._blocks[layer].held), "an expert changes slots"
+        return coming
+
+    def _free_places(self, layer: int, waiting: Sequence[StagedLayer]) -> list[int]:
+        spare = self._spare[layer]
+        taken = {at for it in waiting if self._spare[it.layer] is spare for _, at in it.places}
+        return [at for at in range(len(self._blocks[layer].held)) if at not in taken]
+
+    def _expert_bytes(self, layer: int) -> int:
+        tensors = flat(self._spare[layer].parameters)
+        return sum(tensor.nbytes // max(1, len(tensor)) for tensor in tensors)
+
+    def stage(
+        self, layer: int, slots: tuple[int, ...], waiting: Sequence[StagedLayer] = ()
+    ) -> StagedLayer:
+        """See Stager."""
+        coming = self._coming(layer, slots)
+        places = dict(zip(coming, self._free_places(layer, waiting), strict=False))
+        assert len(places) == len(coming), "the layer does not fit"
         with torch.inference_mode(), self._on_stream():
             if places:
-                self._read(layer, {experts[place]: place for place in places}, spare)
+                self._read(layer, slots, places)
+                if self._stream is not None:
+                    self._stream.synchronize()
             new = StagedMap.of(slots, self._experts.base, self._rank, self._device)
-        return StagedLayer(layer, places, slots, new)
+        pairs = sorted((slot, places[expert]) for expert, slot in coming.items())
+        return StagedLayer(layer, pairs, slots, new)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         if self._stream is None:
@@ -95,25 +129,23 @@ class ExpertStager:
             self._free.synchronize()
         return torch.cuda.stream(self._stream)
 
-    def _read(self, layer: int, places: dict[int, int], spare: SpareWeights) -> None:
-        tensors, present = flat(spare.parameters), self._experts.present
-        places = {
-            expert: place
-            for expert, place in places.items()
-            if not self._peers.copy(layer, expert, present, [it[place] for it in tensors])
-        }
+    def _read(self, layer: int, slots: tuple[int, ...], places: dict[int, int]) -> None:
+        """Read experts into these places of the spare memory: from peers, what they lack from the checkpoint."""
+        spare, places = self._spare[layer], {**places}
+        tensors = flat(spare.parameters)
+        for transfer in self._peers.transfers(layer, slots, self._experts.present):
+            place = places.pop(transfer.expert)
+            self._peers.copy(layer, transfer, [tensor[place] for tensor in tensors])
         if not places:
             return
         entries = [entry for expert in places for entry in self._entries[layer, expert]]
         shell = SimpleNamespace(layers={layer: SimpleNamespace(mlp=spare)})
         at = {(layer, expert): place for expert, place in places.items()}
-        slots = {entry.key: slot_of(shell, entry, at) for entry in entries}
+        into = {entry.key: slot_of(shell, entry, at) for entry in entries}
         if self._checkpoint is not None:
-            self._checkpoint.read(entries, slots, self._device, serving=True)
+            self._checkpoint.read(entries, into, self._device, serving=True)
         else:
-            draw_entries(entries, slots, self._config, self._device)
-        if self._stream is not None:
-            self._stream.synchronize()
+            draw_entries(entries, into, self._config, self._device)
 
     def commit(self, staged: StagedLayer) -> None:
         """See Stager. Takes the copies of one layer's new weights, queued before the next step."""
@@ -148,9 +180,12 @@ def begin_serving(
     """Return the statistics of an epoch and its moves of experts, which `closing` ends. Collective."""
     process.count_experts()  # from zero: without the rows of the warm-up
     stats, experts = EngineStats(process.pace), process.experts
+    if process.shared_reads is not None:
+        process.shared_reads.clear()
+        stats.shared_reads = process.shared_reads.counts
     if not experts.movable:
         return stats, ExpertMoves()
-    peers = PeerExperts.meet(process.rank, process.dims, experts.handles, gather)
+    peers = PeerExperts.meet(process.rank, process.dims, process.device, experts.handles, gather)
     moves = ExpertMoves(ExpertStager(process, stats.experts.moved, peers))
     stats.moves = moves.counts
 

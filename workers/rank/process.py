@@ -20,6 +20,7 @@ from kernels.host.cache_folder import use_cache_folder
 from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup
 from kernels.interface.context import BackendContext
+from kernels.interface.shared_reads import SharedReads
 from kernels.linear_attention.base import LinearStates
 from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
@@ -101,6 +102,7 @@ class RankProcess:
         self.max_model_len = int(config.model.max_model_len)
         self.experts = RankExperts(self.model_config)
         self._configure(rank, config, layout)
+        self.shared_reads = SharedReads() if config.kernels.cascade == "auto" else None
         self.overlap = RankOverlap.configured(config.overlap, self.selection.all2all_class)
         self.grammars: GrammarCompiler | None = None
         self.backends: select.Backends | None = None
@@ -261,8 +263,7 @@ class RankProcess:
     ) -> None:
         if self.draft is None:
             return
-        block_size = self.config.cache.block_size
-        unbound = with_attention(backends, self.draft, block_size)
+        unbound = with_attention(backends, self.draft, self.config.cache.block_size)
         head = self.draft.build(model, unbound, **self._place(self.experts.base))
         self._read_draft(self.draft, head, progress)
         head.filled()
@@ -311,8 +312,7 @@ class RankProcess:
         """Return the draft model of an epoch with these backends, after `load`; None: there is none."""
         if self.draft is None or self.draft_model is None:
             return None
-        block_size = self.config.cache.block_size
-        return EpochDraft.of(self.draft_model, self.draft, backends, block_size)
+        return EpochDraft.of(self.draft_model, self.draft, backends, self.config.cache.block_size)
 
     def backend_context(
         self,
@@ -331,6 +331,7 @@ class RankProcess:
             gather=gather,
             expert_map=self.experts.map,
             block_size=self.config.cache.block_size,
+            shared_reads=self.shared_reads,
         )
 
     def state_pools(self) -> list[LinearStates]:
@@ -395,5 +396,4 @@ class RankProcess:
         self.epoch = None
         self.experts.close()
         self.caches.free()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()

@@ -1,8 +1,12 @@
 """Where the experts of a rank process are: by a saved map, by the map of the group's last epoch, or in their order."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from kernels.host.shared_gpu_tensors import share_gpu
 from kernels.host.shared_tensors import SharedTensors
 from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
@@ -13,6 +17,8 @@ from workers.rank.peer_experts import Handles
 from workers.specs.expert_layout import ExpertLayout, LayoutError, expert_groups, moe_layers
 from workers.specs.model import ModelConfig, MoeSpec
 
+logger = logging.getLogger(__name__)
+
 
 class RankExperts:
     """The map of the model's experts, and that of a draft model's.
@@ -20,7 +26,7 @@ class RankExperts:
     base     experts in their order, as draft models have them
     layout   of the model's experts; None: that of `base`
     movable  experts may move while the process serves
-    handles  by which ranks of this host read the weights; none on GPUs
+    handles  by which ranks of this host read the weights; none where they cannot be shared
     spare    where they move: memory of one layer's experts, by layer; equal layers share it
     """
 
@@ -58,14 +64,8 @@ class RankExperts:
     def reserve(self, model: LayerStack) -> None:
         """Allocate the spare memory for the weights that the model holds now; let ranks of this host read these."""
         blocks = model.moe_blocks() if self.movable else {}
-        self.handles = {}
-        if model.device.type == "cpu":
-            of_layers = {number: flat(block.parameters) for number, block in blocks.items()}
-            shared = iter(self._shared.share(t for tensors in of_layers.values() for t in tensors))
-            self.handles = {
-                str(number): [next(shared) for _ in tensors]
-                for number, tensors in of_layers.items()
-            }
+        of_layers = {number: flat(block.parameters) for number, block in blocks.items()}
+        self.handles = self._share(of_layers, model.device)
         if {number: len(block.wanted) for number, block in blocks.items()} == self._reserved:
             return
         made: dict[MoeSpec, SpareWeights] = {}
@@ -74,6 +74,16 @@ class RankExperts:
                 made[block.spec] = block.spare_weights()
         self.spare = {number: made[block.spec] for number, block in blocks.items()}
         self._reserved = {number: len(block.wanted) for number, block in blocks.items()}
+
+    def _share(self, of_layers: dict[int, list[torch.Tensor]], device: torch.device) -> Handles:
+        if device.type != "cpu":
+            try:
+                return {str(n): list(map(share_gpu, it)) for n, it in of_layers.items()}
+            except OSError as error:
+                logger.warning("other ranks read moving experts from the checkpoint: %s", error)
+                return {}
+        shared = iter(self._shared.share(t for tensors in of_layers.values() for t in tensors))
+        return {str(n): [next(shared) for _ in it] for n, it in of_layers.items()}
 
     def close(self) -> None:
         """Let no further rank read the weights."""

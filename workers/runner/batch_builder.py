@@ -86,6 +86,7 @@ class ForwardBatchBuilder:
     """Owns the buffers of one rank. `max_num_tokens` bounds T, `max_num_seqs` bounds B.
 
     adapters      sequences may have adapters
+    shares        attention may read leading blocks that sequences share once
     images        where the embeddings of images go; None: there are no images
     last_tokens   int64 [table rows and more], the token drawn last in each row, and drafts, for sequences with tokens
                   that are not yet on the host; None: there are no such sequences
@@ -100,11 +101,12 @@ class ForwardBatchBuilder:
         device: torch.device,
         *,
         adapters: bool = False,
+        shares: bool = False,
         images: ImageRows | None = None,
         last_tokens: torch.Tensor | None = None,
     ):
         self.last_tokens, self.max_num_tokens = last_tokens, max_num_tokens
-        self._table, self._cache = table, cache
+        self._table, self._cache, self._shares = table, cache, shares
         self._adapters, self._images = adapters, images
         largest: dict[Axis, int] = {
             "row": max_num_tokens,
@@ -175,6 +177,7 @@ class ForwardBatchBuilder:
             seq_lens_cpu=seq_lens,
             sampling_rows_cpu=sampling_rows,
             sampling_positions_cpu=ends[batch.logits_seqs] - batch.logits_behind,
+            **(self._cache.shared_prefixes(rows) if self._shares else {}),
             **device,
         )
 

@@ -105,6 +105,7 @@ class ModelRunner:
             max_num_seqs,
             device,
             adapters=adapters,
+            shares=backends.attention.shared_reads is not None,
             images=ImageRows.of(model, max_num_tokens),
             last_tokens=self._last_tokens,
         )

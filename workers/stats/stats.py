@@ -48,6 +48,7 @@ class EngineStats:
         self.kinds: Counter[tuple[str, str, str]] = Counter()
         self.experts = ExpertCounts()
         self.moves: Callable[[], dict[str, int]] = dict  # of experts, see ExpertMoves.counts
+        self.shared_reads: Callable[[], dict[str, int]] = dict  # see SharedReads.counts
         self._prefill_cap: int | None = None
         self._invalid_logits = InvalidLogits()
         self._drafts = DraftCounts()
@@ -156,6 +157,7 @@ class EngineStats:
             "prefill_cap": self._prefill_cap,
             **self.experts.snapshot(),
             **self.moves(),
+            **self.shared_reads(),
             "histograms": {name: (h.bounds, h.values()) for name, h in histograms.items()},
             "process": process_info(),
         }

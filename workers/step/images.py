@@ -53,9 +53,8 @@ class SequenceImages:
         self.images = images
         self.positions, self.delta = _positions(images, num_tokens)
         self.held: Embeddings | None = None
-        self._ahead: deque[ImageInput] = (
-            deque()
-        )  # of them, those with tokens that no launched step computes
+        # Of them those with tokens that no launched step computes.
+        self._ahead: deque[ImageInput] = deque()
 
     def from_token(self, start: int) -> tuple[ImageInput, ...]:
         """Return the images with tokens from `start` on."""

@@ -110,7 +110,7 @@ class Vote:
     draft_steps   tokens that it is to draft of each sequence behind the step
     draft_rows    sequences that it is to draft tokens of
     move          number of the move of experts that the rank stages; 0 without one
-    move_staged   1 + position in the move of the layer that the rank has staged; 0 if it still stages
+    move_staged   layers of the move that the rank has staged, those that are committed included
     move_cancel   number of a move that the rank wants to be cancelled; 0 without one
     adapter_rows  the step has rows with adapters on the rank
     adapter_slots  slots of the adapters of its running sequences, slot s as bit s - 1
@@ -174,9 +174,10 @@ class StepPlan:
     draft_steps           tokens that draft models draft of each sequence, on all ranks
     draft_rows            rows of every rank in the passes that draft the second token and later ones
     load_step             number of this step if all ranks read the counts of their experts' rows behind it
-    move_commit           position in the move of experts of the layer that all ranks commit before this step
+    move                  number of the move of experts that all ranks stage; 0 = none, or not all of them yet
+    move_commit           layers of the move of experts that all ranks have committed before this step, its first ones
     move_cancelled        number of the move that all ranks cancel before this step; 0 = none
-    move_late             ranks that have not staged the next layer of the cancelled move
+    move_late             ranks that have staged the fewest layers of the cancelled move
     adapters              a rank has rows with adapters
     adapter_slots         slots of the adapters of running sequences of any rank, as in Vote
     adapters_wanted       ids of adapters that are to come into slots, in the order of the ranks
@@ -194,7 +195,8 @@ class StepPlan:
     draft_steps: int = 0
     draft_rows: int = 0
     load_step: int | None = None
-    move_commit: int | None = None
+    move: int = 0
+    move_commit: int = 0
     move_cancelled: int = 0
     move_late: tuple[int, ...] = ()
     adapters: bool = False
@@ -297,15 +299,15 @@ def _graph(columns: dict[str, list[int]]) -> tuple[GraphMode, int]:
 
 
 def _move(columns: dict[str, list[int]]) -> dict[str, Any]:
-    """Return the fields of the plan about a move of experts: a layer is committed when all ranks have staged it."""
+    """Return the fields of the plan about a move of experts: layers are committed when all ranks have staged them."""
     moves, staged = columns["move"], columns["move_staged"]
     cancelled = max(columns["move_cancel"])
     if cancelled:
-        ready = [move == cancelled and at > 0 for move, at in zip(moves, staged, strict=True)]
-        late = tuple(rank for rank, is_ready in enumerate(ready) if not is_ready)
+        done = [at if move == cancelled else -1 for move, at in zip(moves, staged, strict=True)]
+        late = tuple(rank for rank, at in enumerate(done) if at == min(done))
         return {"move_cancelled": cancelled, "move_late": late}
-    if min(moves) > 0 and len(set(moves)) == 1 and min(staged) > 0 and len(set(staged)) == 1:
-        return {"move_commit": staged[0] - 1}
+    if min(moves) > 0 and len(set(moves)) == 1:
+        return {"move": moves[0], "move_commit": min(staged)}
     return {}
 
 

@@ -91,25 +91,28 @@ class UBatchWrapper:
             planner.reserve_graphs(-(-max_rows // self.num_ubatches), max_seqs, max_blocks)
 
     def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
-        """As GraphAttention.forms, but decodes have one form only, because cutting them rarely pays."""
+        """As GraphAttention.forms, but without one for even decodes, because cutting them rarely pays."""
         first = self._graph_planners()[0]
         forms = first.forms(num_rows // self.num_ubatches, prompts=prompts)
-        return forms if prompts else forms[-1:]
+        return tuple(form for form in forms if form != GraphForm.EVEN_DECODES)
 
     def drafts_form(self, num_rows: int) -> GraphForm:
         """See GraphAttention."""
         return self._graph_planners()[0].drafts_form(num_rows)
 
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
-        """Return the form that serves all ubatches of the batch."""
-        general = self.forms(num_rows, prompts=prompts)[-1]
-        if not prompts:
+        """Return the form that serves all ubatches of the batch; shared blocks of one ubatch are enough for that."""
+        *special, general = self.forms(num_rows, prompts=prompts)
+        if not special:
             return general
         found = {
-            planner.form(batch.ubatch(start, end), end - start, prompts=True)
+            planner.form(batch.ubatch(start, end), end - start, prompts=prompts)
             for planner, (start, end) in self._with_rows(num_rows)
         }
-        return found.pop() if len(found) == 1 else general
+        sharing = [form for form in special if form.shares and form in found]
+        if sharing:
+            return sharing[0]
+        return found.pop() if len(found) == 1 and found.issubset(special) else general
 
     def plan_graph(
         self, batch: AttentionBatch, num_rows: int, form: GraphForm, *, prompts: bool
