@@ -139,9 +139,9 @@ def _config_of(family: str, fields: dict[str, Any]) -> "PretrainedConfig":
         )
     defaults = AutoConfig.for_model(family)
     if hasattr(defaults, "text_config"):
-        raise ValueError(
-            f"family: {family} is more than a language model; its part is {family}_text"
-        )
+        part = f"{family}_text"
+        known = f"; its part is {part}" if part in FAMILIES else ""
+        raise ValueError(f"family: {family} is more than a language model{known}")
     small = SMALL_LATENT if hasattr(defaults, "kv_lora_rank") else SMALL
     # transformers has several names for one field.
     sizes = {

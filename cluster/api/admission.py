@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.answer.writer import AnswerWriter
+from cluster.api.settings import ApiSettings
 from cluster.errors import (
     BadRequestError,
     EngineDeadError,
@@ -45,6 +46,7 @@ class Ticket:
         self._gate = gate
         self.num_choices = num_choices
         self.num_tokens = 0
+        self.num_image_bytes = 0
         self.key = key
         self.arrived = time.monotonic()
         self.timeout: asyncio.Timeout | None = None
@@ -66,9 +68,14 @@ class AdmissionGate:
     """Admission of one ingress; used in the event loop only."""
 
     def __init__(
-        self, max_open_choices: int | None = None, limits: KeyLimits | None = None
+        self,
+        max_open_choices: int | None = None,
+        limits: KeyLimits | None = None,
+        *,
+        max_image_bytes: int = 0,
     ) -> None:
         self._limit = max_open_choices
+        self._max_image_bytes = max_image_bytes
         self._limits = limits or KeyLimits()
         self._tickets: set[Ticket] = set()
         self._closed = ""
@@ -118,9 +125,16 @@ class AdmissionGate:
         self._empty.clear()
         return ticket
 
-    def resize(self, ticket: Ticket, num_choices: int, num_tokens: int) -> None:
-        """Set the choices and the tokens of an admitted request, or raise."""
+    def resize(
+        self, ticket: Ticket, num_choices: int, num_tokens: int, num_image_bytes: int = 0
+    ) -> None:
+        """Set the choices, the tokens and the bytes of images of an admitted request, or raise.
+
+        The images are kept until the request ends, because another rank may have to take it over.
+        """
+        self._check_images(num_image_bytes)
         self._check_tokens(ticket.key, num_tokens)
+        ticket.num_image_bytes = num_image_bytes
         ticket.num_tokens = num_tokens
         if num_choices == ticket.num_choices:
             return
@@ -130,6 +144,14 @@ class AdmissionGate:
             ticket.num_choices = num_choices
         finally:
             self.num_choices += ticket.num_choices
+
+    def _check_images(self, num_bytes: int) -> None:
+        taken = sum(ticket.num_image_bytes for ticket in self._tickets) if num_bytes else 0
+        if num_bytes and taken + num_bytes > self._max_image_bytes:
+            raise OverloadedError(
+                f"the images of open requests have {taken} of {self._max_image_bytes} bytes "
+                f"(serve.images.max_open_bytes), and this one needs {num_bytes}; try again later"
+            )
 
     def _check_tokens(self, key: str, num_tokens: int) -> None:
         most = self._limits.max_tokens
@@ -205,6 +227,12 @@ class AdmissionGate:
             return 1
         seconds = max(time.monotonic() - self._ends[0], 0.001)
         return min(max(math.ceil(num_choices * seconds / len(self._ends)), 1), _MAX_RETRY_AFTER_S)
+
+
+def make_gate(settings: ApiSettings, limits: KeyLimits | None = None) -> AdmissionGate:
+    """Return the gate of an ingress."""
+    max_image_bytes = 0 if settings.images is None else settings.images.max_open_bytes
+    return AdmissionGate(settings.max_open_choices, limits, max_image_bytes=max_image_bytes)
 
 
 class AdmittedResponse(Response):

@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from cluster.api.admission import AdmissionGate
+from cluster.api.admission import AdmissionGate, make_gate
 from cluster.api.auth import ApiKeyAuth
 from cluster.api.backend import EngineBackend
 from cluster.api.error_format import error_response
@@ -59,7 +59,7 @@ def create_app(
     The owner of `gate` can close it and wait for the open requests.
     """
     settings = settings or ApiSettings()
-    gate = gate or AdmissionGate(settings.max_open_choices)
+    gate = gate or make_gate(settings)
     recorder = recorder or Recorder(IngressMetrics())
     metrics = recorder.metrics
     # FastAPI's own page at /docs loads its scripts from other servers.

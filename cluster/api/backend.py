@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from cluster.metrics.snapshot import Snapshot
 from workers.specs.expert_layout import ExpertLayout
-from workers.wire.request import PoolingParams, RequestOutput, SamplingParams
+from workers.wire.request import ImageInput, PoolingParams, RequestOutput, SamplingParams
 
 
 class EngineBackend(Protocol):
@@ -48,6 +48,7 @@ class EngineBackend(Protocol):
         whole: bool = False,
         pooling: PoolingParams | None = None,
         adapter: str = "",
+        images: tuple[ImageInput, ...] = (),
         session: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield one output per step with new tokens; the last output has a finish_reason.
@@ -55,6 +56,7 @@ class EngineBackend(Protocol):
         rank pins the request to that rank; priority and cache_salt as in `EngineRequest`; with `whole` the generator
         yields one output, of all steps; adapter is the name of one of `adapters`, or "". With `pooling` the request
         draws no token, and its one output has a vector. Requests of one `session` go to one rank while its load allows.
+        images are those of the prompt, see `EngineRequest`.
 
         Closing the generator early (aclose or cancellation) aborts the request in its rank.
         """

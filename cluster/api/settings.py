@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.api.images.settings import ImageSettings
 from cluster.config.api_keys import KeyDigests
 from workers.specs.pooling import PoolingSpec
 from workers.stats.versions import phalanx_version
@@ -79,7 +80,15 @@ class ApiSettings:
     """Of `tools.FORMATS`; auto = by the chat template."""
     reasoning_parser: str = "auto"
     """think = between <think> and </think>, none = no reasoning; auto = by the chat template."""
+    images: ImageSettings | None = None
+    """Images of requests; None = the model takes text alone."""
     pooling: PoolingSpec | None = None
     """How prompts become vectors or scores; None = the model generates."""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     system_fingerprint: str = field(default_factory=lambda: f"phalanx-{phalanx_version()}")
+
+    @property
+    def max_request_bytes(self) -> int:
+        """Of a body with its images; all else of it has `max_body_bytes`."""
+        of_images = 0 if self.images is None else self.images.max_body_bytes
+        return max(self.max_body_bytes, of_images)

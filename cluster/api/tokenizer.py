@@ -191,8 +191,8 @@ def _without_thoughts_beside_content(message: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key not in _REASONING}
 
 
-def _parts(content: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": content}]
+def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _grammar_token_ids(added: dict[int, AddedToken]) -> dict[str, int]:

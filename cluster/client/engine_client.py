@@ -26,12 +26,18 @@ from cluster.client.router import Place, Router
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.errors import EngineDeadError
 from cluster.metrics.snapshot import Snapshot
-from cluster.supervisor import actor
+from cluster.supervisor import actor, status
 from cluster.supervisor.group_spec import group_roles, group_sizes
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus, Renewal
 from kernels.host.owned import OwnedTask
 from workers.specs.expert_layout import ExpertLayout
-from workers.wire.request import PoolingParams, RequestOutput, SamplingParams, expected_output
+from workers.wire.request import (
+    ImageInput,
+    PoolingParams,
+    RequestOutput,
+    SamplingParams,
+    expected_output,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +79,10 @@ class EngineClient(OperatorCalls):
         """
         self._supervisor = await actor.start(self._config, replace_failed=self._replace_failed)
         healths = await self._supervisor.healths.remote()
-        while not _can_begin(healths):
+        while not status.can_begin(healths):
             healths = await self._supervisor.changed_healths.remote(healths)
         if all(health.ended for health in healths):
-            raise EngineDeadError(_reasons(healths))
+            raise EngineDeadError(status.reasons_of(healths))
         self._router = Router(
             group_sizes(self._config),
             num_replicas=self._config.serve.replicas,
@@ -143,6 +149,7 @@ class EngineClient(OperatorCalls):
         whole: bool = False,
         pooling: PoolingParams | None = None,
         adapter: str = "",
+        images: tuple[ImageInput, ...] = (),
         session: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """The tokens of one request as they come; with `whole` at once, when all have come.
@@ -153,7 +160,7 @@ class EngineClient(OperatorCalls):
         """
         pinned = None if rank is None else self._router.place(rank)
         with self._adapters.open(adapter) as adapter_id:
-            self._refusals.check(prompt_token_ids, params, adapter_id)
+            self._refusals.check(prompt_token_ids, params, adapter_id, images)
             groups = await self._available(pinned)
             request = OpenRequest(
                 request_id,
@@ -165,6 +172,7 @@ class EngineClient(OperatorCalls):
                 whole=whole,
                 pooling=pooling,
                 adapter=adapter_id,
+                images=images,
                 session=session,
                 num_tokens=len(prompt_token_ids) + expected_output(params),
             )
@@ -177,7 +185,11 @@ class EngineClient(OperatorCalls):
         if self._failure is not None:
             return False, self._failure
         healths = [group.health for group in self._groups]
-        return (False, _reasons(healths)) if all(health.ended for health in healths) else (True, "")
+        return (
+            (False, status.reasons_of(healths))
+            if all(health.ended for health in healths)
+            else (True, "")
+        )
 
     def check(self) -> None:
         """Raise EngineDeadError when a task of this client has ended, so that its ingress must be replaced."""
@@ -211,7 +223,7 @@ class EngineClient(OperatorCalls):
     async def groups(self) -> list[dict[str, Any]]:
         """The state of each group, see `GroupStatus.to_json`."""
         statuses: list[GroupStatus] = await self._call_supervisor("status")
-        return [status.to_json() for status in statuses]
+        return [it.to_json() for it in statuses]
 
     async def rank_stats(self) -> list[dict[str, Any]]:
         """Counters and gauges of each rank that can be reached, in rank order; `rank` is the number over all groups."""
@@ -273,7 +285,7 @@ class EngineClient(OperatorCalls):
         answering = [group for group in living if group.role != "prefill"]
         living = answering or living  # a prefill group answers where nothing else is left
         if not living:
-            raise EngineDeadError(_reasons([group.health for group in wanted]))
+            raise EngineDeadError(status.reasons_of([group.health for group in wanted]))
         serving = [group for group in living if group.health.state != "draining"]
         return [group.index for group in serving or living if group.reachable]
 
@@ -285,7 +297,7 @@ class EngineClient(OperatorCalls):
                 while not (groups := self._available_now(pinned)):
                     await self._changed.wait()
         except TimeoutError:
-            reasons = _reasons([group.health for group in self._groups])
+            reasons = status.reasons_of([group.health for group in self._groups])
             raise EngineDeadError(
                 f"the ranks are rebuilding for more than {limit_s:g} s (serve.limits.rebuild_wait_s): {reasons}"
             ) from None
@@ -385,14 +397,3 @@ class EngineClient(OperatorCalls):
 
     def _own(self, work: Coroutine[Any, Any, None], name: str, *, may_end: bool = False) -> None:
         self._tasks.append(OwnedTask(work, self.fail, name, may_end=may_end))
-
-
-def _can_begin(healths: Sequence[GroupHealth]) -> bool:
-    """Whether no group starts, and one serves or none will."""
-    if any(health.state == "starting" for health in healths):
-        return False
-    return any(h.alive for h in healths) or all(h.ended for h in healths)
-
-
-def _reasons(healths: Sequence[GroupHealth]) -> str:
-    return "; ".join(dict.fromkeys(health.error for health in healths if health.error))

@@ -11,6 +11,7 @@ from cluster.client.refusals import request_digest
 from cluster.client.router import Place, RankLoad, Router, Tail
 from workers.wire.request import (
     EngineRequest,
+    ImageInput,
     PoolingParams,
     RequestOutput,
     SamplingParams,
@@ -24,6 +25,7 @@ class OpenRequest:
 
     pinned   the rank that the client chose, if it did
     adapter  id of its LoRA adapter; 0 for none
+    images   of its prompt, kept for further attempts
     session  name that the requests of one session share; "" without one
     hands_over  its end means that other ranks find its KV, see `EngineRequest`
     whole    `get` waits for the last output, because a wait for each output takes most of the time of an output
@@ -54,6 +56,7 @@ class OpenRequest:
     hands_over: bool = False
     pooling: PoolingParams | None = None
     adapter: int = 0
+    images: tuple[ImageInput, ...] = ()
     session: str = ""
     load: RankLoad = field(default_factory=lambda: RankLoad((0, 0)))
     prefill_tokens: int = 0
@@ -72,7 +75,7 @@ class OpenRequest:
     @property
     def digest(self) -> bytes:
         """The same for all requests that would do the same to a rank."""
-        return request_digest(self.prompt_token_ids, self.params, self.adapter)
+        return request_digest(self.prompt_token_ids, self.params, self.adapter, self.images)
 
     @property
     def place(self) -> Place:
@@ -88,6 +91,16 @@ class OpenRequest:
     def router_salt(self) -> str:
         """The salt of the prefixes that the router remembers: adapters share none."""
         return f"{self.adapter}:{self.cache_salt}" if self.adapter else self.cache_salt
+
+    @property
+    def router_tokens(self) -> list[int]:
+        """The prompt as the router compares it: equal images alone have equal first tokens."""
+        if not self.images:
+            return self.prompt_token_ids
+        tokens = self.prompt_token_ids[:]
+        for image in self.images:
+            tokens[image.offset] = int.from_bytes(image.digest[:8])
+        return tokens
 
     def prompt_part(self, max_model_len: int) -> "OpenRequest":
         """The prompt and its first token as a request of its own, of a request that has had no attempt."""
@@ -123,6 +136,7 @@ class OpenRequest:
             priority=self.priority,
             cache_salt=self.cache_salt,
             adapter=self.adapter,
+            images=self.images,
             emitted_token_ids=self.emitted[:],
             on_trial=self.on_trial,
             hands_over=self.hands_over,
@@ -151,7 +165,7 @@ class OpenRequest:
         """Begin an attempt on a rank of `groups`, and count the prompt there until the attempt's first token."""
         self.begin_attempt()
         pick = router.pick(
-            self.prompt_token_ids,
+            self.router_tokens,
             self.num_tokens - len(self.prompt_token_ids),
             cache_salt=self.router_salt,
             pinned=self.pinned,

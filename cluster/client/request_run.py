@@ -48,7 +48,7 @@ class RequestRuns:
     count: Callable[[PromptPlace], None]
 
     async def run(self, request: OpenRequest, among: Collection[int]) -> Outputs:
-        """The outputs of a request whose answer comes from one of the groups `among`."""
+        """The outputs of a request; one of the groups `among` answers it."""
         prompt: RequestOutput | None = None
         if self._prompt_goes_apart(request, among):
             async with aclosing(self._prompt(request)) as outputs:
@@ -56,12 +56,11 @@ class RequestRuns:
                     prompt = output if prompt is None else merge([prompt, output])
                     if output.token_ids and not request.whole:
                         yield output
-        if prompt is not None and prompt.finish_reason is not None:
-            if request.whole or not prompt.token_ids:
-                yield prompt
-            return
-        if prompt is not None:
-            among = await self.available()
+            if prompt is not None and prompt.finish_reason is not None:
+                if request.whole or not prompt.token_ids:
+                    yield prompt
+                return
+            among = await self.available()  # the groups may have changed meanwhile
         async with aclosing(self._on_group(request, among)) as outputs:
             async for output in outputs:
                 if prompt is not None:
@@ -94,7 +93,7 @@ class RequestRuns:
         if not self._prefill_groups(request):
             return False
         missing = self.router.missing(
-            request.prompt_token_ids, cache_salt=request.router_salt, groups=among
+            request.router_tokens, cache_salt=request.router_salt, groups=among
         )
         if missing <= LOCAL_TOKENS:
             self.count("decode")

@@ -26,10 +26,10 @@ a session does not, because the session uses one copy at a time.
 What a rank holds is estimated from its last prompts and answers, up to the number of tokens that its cache has room
 for. So the turns of a session stay with their rank, because each prompt repeats prompt and answer of the turn before.
 
-An ingress knows only prefixes that it has sent. Where several ingresses take the turns of one session, the name of the
-session stands in for the prefix: if all ranks hold equally much of a prompt as far as this ingress knows, the home of
-the session counts as a rank that holds the whole prompt. The home is found by rendezvous hashing, so all ingresses find
-the same rank without a message, and ranks that come or go move few sessions.
+An ingress has a record only of the prefixes that it has sent. Where several ingresses take the turns of one session,
+the name of the session stands in for the prefix: if all ranks hold equally much of a prompt by the record of this
+ingress, the home of the session counts as a rank that holds the whole prompt. The home is found by rendezvous hashing,
+so all ingresses find the same rank without a message, and ranks that come or go move few sessions.
 """
 
 import hashlib

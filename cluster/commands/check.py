@@ -18,6 +18,7 @@ from cluster.api.tracing import check_tracing
 from cluster.commands.check_adapters import check_adapters
 from cluster.commands.check_backends import alternatives, probe_or_assume
 from cluster.commands.check_host_memory import SessionBytes, tier_lines, too_little_memory
+from cluster.commands.check_images import images_line
 from cluster.commands.check_memory import RankRow, rank_rows, too_little_on_gpu
 from cluster.commands.check_room import refuse_too_large
 from cluster.commands.check_steps import (
@@ -56,6 +57,7 @@ class CheckReport:
 
     group          its name and role; None if the server has one group
     task           what the server answers with, and how it is made of the hidden states of a prompt
+    images         which images requests may have
     checkpoint     of the Hub: the model, its commit, and the branches and tags that lead there; None for a folder
     steps          what of `cuda_graphs`, ubatches, cascade and speculation comes to pass, and why
     alternatives   family to the backends that were not chosen, with why they cannot run, "" for those that could
@@ -66,6 +68,7 @@ class CheckReport:
     group: str | None
     checkpoint: str | None
     task: str
+    images: str
     ranks: list[RankRow]
     backends: dict[str, dict[str, str]]
     steps: dict[str, str]
@@ -95,10 +98,9 @@ def check(
 ) -> CheckReport:
     """Resolve a valid configuration of one group; num_api_keys None = count the keys that the server would load.
 
-    Raises BackendChoiceError when a named backend cannot run, GraphsUnavailableError when CUDA graphs are demanded and
-    cannot be, ApiKeyError when the keys cannot be used, ConfigError when traces are wanted and their library is
-    missing, an adapter cannot be loaded, overlap.comm_sms leaves nothing of the GPU, a rank's weights are larger than
-    its GPU, or the ranks are too many for this machine.
+    Raises BackendChoiceError when a named backend cannot run, GraphsUnavailableError without CUDA graphs where they are
+    demanded, ApiKeyError for keys, ConfigError for traces without their library, an adapter that cannot be loaded,
+    overlap.comm_sms that leaves nothing of the GPU, too large weights, or too many ranks for this machine.
     """
     use_cache_folder(config.kernels.cache)
     check_tracing(config.serve.tracing)
@@ -121,19 +123,17 @@ def check(
     check_comm_sms(config.overlap, selection, num_ubatches)
     place = rank_config, model, selection, shape
     ranks = rank_rows(*place, num_ubatches=num_ubatches, graphs=graphs)
+    session = SessionBytes.of(*place)
     if rank_config.device == "cuda":
         refuse_too_large(rank_config, model, selection, unavailable, shape, config.kernels)
-    session = SessionBytes.of(*place)
     return CheckReport(
         config=_resolved_tree(config, rank_config),
         group=group,
         checkpoint=_checkpoint(config.model),
         task="generate" if model.pooling is None else str(model.pooling),
+        images=images_line(config, model),
         ranks=ranks,
-        backends={
-            seam: {"name": choice.name, "reason": choice.reason}
-            for seam, choice in selection.choices.items()
-        },
+        backends=_backend_lines(selection),
         steps={
             "cuda_graphs": graph_reason,
             **overlap,
@@ -151,6 +151,13 @@ def check(
             *too_little_memory(rank_config, session, available_memory()),
         ],
     )
+
+
+def _backend_lines(selection: select.Selection) -> dict[str, dict[str, str]]:
+    return {
+        seam: {"name": choice.name, "reason": choice.reason}
+        for seam, choice in selection.choices.items()
+    }
 
 
 def _checkpoint(model: ModelSection) -> str | None:
@@ -265,6 +272,7 @@ def render(report: CheckReport, console: Console) -> None:
     if report.checkpoint is not None:
         console.print(f"checkpoint: {report.checkpoint}", soft_wrap=True)
     console.print(f"task: {report.task}", soft_wrap=True)
+    console.print(f"images: {report.images}", soft_wrap=True)
     console.print(_rank_table(report.ranks))
     console.print("backends", style="bold")
     for family, choice in report.backends.items():

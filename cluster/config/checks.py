@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from cluster.config.api_keys import ApiKeyError, read_keys_file
 from cluster.config.chat_template import ChatTemplateError, read_chat_template
 from cluster.config.check_experts import check_experts
+from cluster.config.check_images import check_images
 from cluster.config.check_lora import check_lora
 from cluster.config.check_pool import check_pool
 from cluster.config.check_speculation import check_speculation
@@ -37,6 +38,7 @@ def check_together(config: PhalanxConfig) -> list[Problem]:
     problems += check_speculation(config, model)
     problems += check_experts(config, model)
     problems += check_lora(config)
+    problems += check_images(config, model)
     problems += check_pool(config, model)
     problems += _check_serve(config)
     return problems

@@ -75,6 +75,7 @@ def _fill_derived(source: ConfigSource, folder: Path) -> None:
         serve["model_name"] = model_name
     _make_absolute(source, folder, "serve", "api_keys_file")
     _make_absolute(source, folder, "serve", "chat_template")
+    _make_absolute(source, folder, "serve", "allowed_media_folder")
     _make_absolute(source, folder, "serve", "tls_cert_file")
     _make_absolute(source, folder, "serve", "tls_key_file")
     _make_absolute(source, folder, "kernels", "cache")

@@ -7,9 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from cluster.config.images_section import ImagesConfig
 from workers.log import LogFormat, LogLevel
 from workers.section import Auto, Section
 
+_Domain = Annotated[
+    str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9.-]+(:\d{1,5})?|\[[0-9a-fA-F:]+\](:\d{1,5})?)$")
+]
 _Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
 QUEUE_DEPTH = 8
 MIN_QUEUED = 1024
@@ -239,6 +243,19 @@ class ServeConfig(Section):
         description="think = what stands between <think> and </think> is the message's reasoning; "
         "auto = think where the chat template has those tags.",
     )
+    allowed_media_domains: list[_Domain] = Field(
+        default_factory=list,
+        description="Hosts from which the server fetches images that requests name by http(s) URLs, such as "
+        "images.example, *.example.com for all hosts below, host:8443 for another port, * for all hosts; never from "
+        "addresses that are not public. Empty = from none.",
+    )
+    allowed_media_folder: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder below which requests may name images by file:// URLs, on the nodes of the HTTP processes; "
+        "relative to the YAML's folder; null = none.",
+    )
+    images: ImagesConfig = Field(default_factory=ImagesConfig)
     responses_store: ResponsesStoreConfig = Field(default_factory=ResponsesStoreConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)

@@ -13,7 +13,7 @@ from typing import Any
 from ray import serve
 from ray.exceptions import RayError
 
-from cluster.api.admission import AdmissionGate
+from cluster.api.admission import make_gate
 from cluster.api.app import create_app
 from cluster.api.record import Recorder
 from cluster.api.tracing import make_tracer
@@ -74,7 +74,7 @@ class Ingress:
         connected = asyncio.create_task(self._client.connect())
         tokenizer = await asyncio.to_thread(serving_tokenizer, config)
         settings = api_settings(config, keys)
-        self._gate = AdmissionGate(settings.max_open_choices, key_limits(config.serve.access))
+        self._gate = make_gate(settings, key_limits(config.serve.access))
         self._app = create_app(lambda: self._client, tokenizer, settings, self._gate, recorder)
         self._drain_timeout_s = config.serve.drain_timeout_s
         self._drained: asyncio.Task[None] | None = None

@@ -8,6 +8,7 @@ from cluster.config.chat_template import read_chat_template
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import max_num_seqs
 from cluster.config.serve_section import AccessConfig, open_choices_limit
+from cluster.ingress.image_settings import image_settings
 from cluster.supervisor.placement import num_gpus
 from workers import hub
 from workers.models.registry import configured_model
@@ -39,6 +40,7 @@ def api_settings(config: PhalanxConfig, keys: KeyDigests | None = None) -> ApiSe
         max_stored_bytes=serve.responses_store.max_bytes,
         tool_parser=serve.tool_parser,
         reasoning_parser=serve.reasoning_parser,
+        images=image_settings(config),
         pooling=configured_model(config.model).pooling,
         default_sampling=load_default_sampling(config.model.folder),
     )

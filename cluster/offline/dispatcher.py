@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from cluster.api.answer.events import error_body, to_json
 from cluster.api.backend import EngineBackend
+from cluster.api.images.fetch import Fetcher
+from cluster.api.images.source import UnreadImages
 from cluster.api.messages.envelope import error_object
 from cluster.api.messages.routes import MessageDraft, draft_message, prepare_message
 from cluster.api.pooling.draft import PoolingDraft, check_pooling
@@ -62,6 +64,7 @@ class Dispatcher:
         self._backend = backend
         self._recorder = Recorder(IngressMetrics())
         self._drafter = Drafter(tokenizer, settings)
+        self._fetcher = None if settings.images is None else Fetcher(settings.images)
         processes = WorkProcesses(partial(load_drafter, tokenizer.source, settings))
         checker = GrammarChecker(processes, settings.grammar_timeout_s)
         if settings.pooling is None:
@@ -89,7 +92,7 @@ class Dispatcher:
             raise BadRequestError("stream is not available offline", param="stream")
         try:
             facts = EngineFacts.of(self._backend)
-            draft = await asyncio.to_thread(route.draft, self._drafter, body, facts)
+            draft = await self._draft(route, body, facts)
             generation, writer = await route.prepare(draft, self._backend)
             if not any(choice.text.may_end_early for choice in generation.choices):
                 generation.routing["whole"] = True
@@ -101,6 +104,16 @@ class Dispatcher:
         except Exception as error:
             logger.exception("a request broke")
             raise ServingError(f"internal error: {type(error).__name__}: {error}") from error
+
+    async def _draft(self, route: Route, body: dict[str, Any], facts: EngineFacts) -> Any:
+        """Return the draft of a body. Images are decoded in a thread, because there are no streams to keep going."""
+        try:
+            return await asyncio.to_thread(route.draft, self._drafter, body, facts)
+        except UnreadImages as images:
+            assert self._fetcher is not None, "the model takes text alone"
+            async with self._fetcher.fetched(images.urls) as files:
+                drafter = self._drafter.with_images(files)
+                return await asyncio.to_thread(route.draft, drafter, body, facts)
 
 
 def _pooling_routes(settings: ApiSettings, task: PoolingTask) -> dict[str, Route]:

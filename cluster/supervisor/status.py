@@ -1,6 +1,7 @@
 """The state of a group: what ingresses act on, and what people and metrics see. Plain data."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -143,3 +144,15 @@ class GroupStatus:
 
 def _seconds(stages: Any) -> dict[str, float]:
     return {name: round(seconds, 3) for name, seconds in stages}
+
+
+def can_begin(healths: Sequence[GroupHealth]) -> bool:
+    """Whether no group starts, and one serves or none will."""
+    if any(health.state == "starting" for health in healths):
+        return False
+    return any(h.alive for h in healths) or all(h.ended for h in healths)
+
+
+def reasons_of(healths: Sequence[GroupHealth]) -> str:
+    """The different errors of groups in one line."""
+    return "; ".join(dict.fromkeys(health.error for health in healths if health.error))

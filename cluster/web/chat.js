@@ -2,6 +2,7 @@
 // Text of users and models reaches the page as text nodes only, never as markup.
 
 import { call, items } from "./api.js";
+import { Pictures } from "./pictures.js";
 import { CLOCK, runTool } from "./tools.js";
 
 const byId = (id) => document.getElementById(id);
@@ -16,6 +17,7 @@ export class Chat {
     this.onError = onError;
     this.messages = []; // {role, content, ...} as the API wants them
     this.running = null; // AbortController of the answer under way
+    this.pictures = new Pictures();
 
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -37,13 +39,17 @@ export class Chat {
 
   send() {
     const text = byId("input").value;
-    if (this.running || !text.trim()) return;
+    if (this.running || !(text.trim() || this.pictures.chosen.length)) return;
     const settings = this.settings();
     if (!settings) return;
     byId("input").value = "";
     fitInput();
-    this.messages.push({ role: "user", content: text });
-    new View("user", "You").append(text);
+    const pictures = this.pictures.take();
+    const parts = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+    this.messages.push({ role: "user", content: parts.length ? [...parts, { type: "text", text }] : text });
+    const view = new View("user", "You");
+    view.text.before(...pictures.map(({ canvas }) => canvas));
+    view.append(text);
     this.answer(settings);
   }
 

@@ -213,6 +213,7 @@ def paged_decode(
     k_cache, v_cache, *exponents = caches
     _, block_size, num_kv_heads, _ = caches[0].shape
     group, num_chunks = num_heads // num_kv_heads, len(chunks.seqs)
+    assert chunks.cut or chunks.shared is None, "shared keys are merged with chunks"
     assert q_RHd.stride()[1:] == (head_dim, 1) and out_RHd.is_contiguous()
     if not num_rows:
         return
@@ -220,7 +221,7 @@ def paged_decode(
     if form == E4M3_WARPS:
         from kernels.triton.warp_decode_fp8 import warp_decode_fp8
 
-        assert sinks_H is None, "single warps serve no sinks"
+        assert sinks_H is None and chunks.shared is None, "single warps serve neither"
         warp_decode_fp8(q_RHd, caches, out_RHd, chunks, scale=scale)
         return
     if exponents:
@@ -247,12 +248,7 @@ def paged_decode(
         num_warps=form.num_warps,
         maxnreg=form.registers,
     )
-    if not chunks.cut:
-        assert chunks.shared is None, "shared keys are merged with chunks"
-        return
-    parts = (
-        shared_decode(q_RHd, caches, chunks.shared, chunks.block_table, scale=scale)
-        if chunks.shared
-        else None
-    )
-    merge_chunks(partial, lse, chunks, out_RHd, parts)
+    if chunks.cut:
+        tiles, table = chunks.shared, chunks.block_table
+        parts = shared_decode(q_RHd, caches, tiles, table, scale=scale) if tiles else None
+        merge_chunks(partial, lse, chunks, out_RHd, parts)

@@ -246,8 +246,8 @@ def _experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepP
 
 @lru_cache(maxsize=4)
 def _weights(model: ModelConfig, num_ranks: int) -> Mapping[StepPart, float]:
-    """Return the number of weight values that each part of rank 0 reads, without the embedding."""
-    expert_map = ContiguousMap(model.num_experts, num_ranks)
+    """Return the number of weight values that each part of rank 0 reads, without the embedding and a vision tower."""
+    expert_map, model = ContiguousMap(model.num_experts, num_ranks), replace(model, vision=None)
     found = dict.fromkeys((StepPart.QK_NORM, StepPart.DENSE, StepPart.NORMS, StepPart.GROUPED), 0.0)
     for entry in rank_weights(model, expert_map, 0):
         if entry.kind != WeightKind.EMBEDDING:

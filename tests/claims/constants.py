@@ -3,11 +3,13 @@
 import json
 from collections.abc import Iterator
 
+from cluster.api.images.geometry import Geometry
 from cluster.api.request import uploads
 from cluster.api.settings import ApiSettings
 from cluster.bench.report import LATE_MS
 from cluster.client import refusals, router, stream_watch
 from cluster.commands import check_cluster, reaper, start
+from cluster.config.images_section import ImagesConfig
 from cluster.config.phalanx_config import ClusterConfig
 from cluster.config.serve_section import LimitsConfig, ResponsesStoreConfig
 from cluster.ingress import http_protocol
@@ -22,12 +24,16 @@ from cluster.supervisor import (
     supervisor,
 )
 from kernels.all2all import deepep_limits
+from kernels.attention import base, shared_prefixes
+from kernels.attention.native import NativeAttention
+from kernels.attention.sdpa import SdpaAttention
 from tests.claims import ROOT, row
 from tests.published_configs import PUBLISHED
 from workers.engine import datagram_vote
+from workers.kv_transfer import keeper, row_copies
 from workers.models.registry import parse_model_config
 from workers.overlap import policy
-from workers.rank import actor
+from workers.rank import actor, expert_staging
 from workers.sampling import grammar_compiler
 from workers.scheduler import prefill_cap
 from workers.stats import pace, stats_line
@@ -97,6 +103,11 @@ def backends() -> Iterator[str]:
     """docs/backends.md."""
     yield f"on at most {deepep_limits.MAX_SMS} SMs"
     yield f"up to {deepep_limits.MAX_TOKENS_LOW_LATENCY:,} tokens a step"
+    on_cpu = [it.sharing_cost.saved_tokens for it in (NativeAttention, SdpaAttention)]
+    yield f"at least {shared_prefixes.GPU_SAVED_BYTES >> 20} MiB of reads in a layer on a GPU"
+    yield f"{on_cpu[0]:,} tokens with `native` or {on_cpu[1]:,} tokens with `sdpa`"
+    yield f"of {base.LEAST_SHARED_DECODES} decodes or more"
+    yield f"prompts of up to {base.MOST_SHARED_MIXED:,} rows"
 
 
 def bench() -> Iterator[str]:
@@ -107,6 +118,18 @@ def bench() -> Iterator[str]:
 def cluster() -> Iterator[str]:
     """docs/cluster.md."""
     yield f"a clock that is more than {check_cluster.MAX_SKEW_S:.0f} s off"
+
+
+def experts() -> Iterator[str]:
+    """docs/experts.md."""
+    gpu, cpu = (expert_staging.COMMIT_BYTES[device] >> 20 for device in ("cuda", "cpu"))
+    yield f"up to {gpu} MiB on a GPU and {cpu} MiB on a CPU"
+
+
+def kv_cache() -> Iterator[str]:
+    """docs/kv-cache.md."""
+    yield f"{keeper.KEEP_S:.0f} s after the last rank"
+    yield f"two buffers of {row_copies.BUFFER_BYTES >> 20} MiB"
 
 
 def models() -> Iterator[str]:
@@ -169,8 +192,22 @@ def operations() -> Iterator[str]:
     yield "tokens of prompts without a first token count three times"
 
 
+def images() -> Iterator[str]:
+    """docs/images.md."""
+    limits = {name: field.default for name, field in ImagesConfig.model_fields.items()}
+    yield f"| `max_images` | {limits['max_images']} of a request |"
+    yield f"| `max_image_bytes` | {limits['max_image_bytes'] >> 20} MiB of a file |"
+    yield f"| `max_source_pixels` | {limits['max_source_pixels']:,}, width times height"
+    yield f"| `max_body_bytes` | {limits['max_body_bytes'] >> 20} MiB of a body"
+    yield f"| `max_open_bytes` | {limits['max_open_bytes'] >> 30} GiB of pixels"
+    yield f"| `fetch_timeout_s` | {limits['fetch_timeout_s']:.0f} s |"
+    yield f"a token of Qwen3.6 has {Geometry().bytes_of_token >> 10} KiB"
+
+
 def security() -> Iterator[str]:
     """docs/security.md."""
+    most = ImagesConfig.model_fields["max_body_bytes"].default >> 20
+    yield f"bodies of `serve.images.max_body_bytes` ({most} MiB)"
     yield f"A head has {http_protocol.MAX_HEAD_BYTES >> 10} KiB"
     yield f"beyond it the oldest upload of over {uploads._SLOW_S:.0f} s ends"
     inline, thread = ApiSettings.inline_body_bytes >> 10, ApiSettings.thread_body_bytes >> 10

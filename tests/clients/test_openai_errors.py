@@ -90,7 +90,7 @@ def test_wrong_completions_are_named(complete, prompt, fields, param):
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             {},
-            "messages.0.content.0.type",
+            "messages",
         ),
         (HELLO, {"top_logprobs": 2}, "top_logprobs"),
         (HELLO, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),

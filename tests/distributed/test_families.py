@@ -19,8 +19,9 @@ from tests.family_cases import CASES, SAME_MODEL, VARIANTS, family_checkpoint
 NUM_PROMPTS = 10
 # The norm behind a delta net divides by its outputs, which are small at some tokens. Where all layers are delta nets,
 # logits of float32 are off those of float64 by up to 1.3e-4 in transformers and 2.1e-4 here (ten prompts of up to 600
-# tokens), so that both may differ by more than 1e-4.
-TOLERANCE = {"qwen3_5_moe_text": 3e-4}
+# tokens), so that both may differ by more than 1e-4. With delta nets in two layers of three they differ by up to
+# 1.03e-4.
+TOLERANCE = {"qwen3_5_moe": 2e-4, "qwen3_5_moe_text": 3e-4}
 EXCHANGES = ((1, "local"), (2, "shm"), (3, "torch_dist"), (4, "allgather"), (4, "hierarchical"))
 
 

@@ -1,5 +1,6 @@
 """A prompt computed by one engine and continued by another one: the same tokens, and little computed twice."""
 
+import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -126,9 +127,7 @@ def test_every_loss_between_both_sides_costs_time_alone(checkpoint: Path) -> Non
         assert second.gauge("kv_restored_host") > 0
     with sides(checkpoint, 2, host_memory_gib=0.02) as (first, second):
         tokens = ids_of(first.run(first_part()))
-        keeper = keeper_of(second)
-        keeper.kill()
-        keeper.wait(10)
+        kill_keeper(second)
         assert tokens + ids_of(second.run(rest_behind(tokens))) == expected
         again = ids_of(first.run(first_part("y")))
         assert again == tokens, "without a keeper an end is not held back for ever"
@@ -153,12 +152,67 @@ def test_an_abort_in_the_middle_of_a_hand_over_leaves_nothing(checkpoint: Path) 
         engine.scheduler.check_integrity()
 
 
-def keeper_of(side: Side) -> psutil.Process:
-    """The process that keeps the memory of the node."""
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(3))
+def test_random_prompts_aborts_and_losses(checkpoint: Path, seed: int) -> None:
+    """Tiny caches and a tiny store: each answer is that of an engine alone, and nothing is held at the end."""
+    chance = random.Random(seed)
+    stems = [[chance.randrange(200) for _ in range(150)] for _ in range(4)]
+    prompts = [
+        [*chance.choice(stems)[: chance.randrange(20, 150)], chance.randrange(200)]
+        for _ in range(40)
+    ]
+    with sides(checkpoint, 1) as (alone,):
+        expected = [ids_of(alone.run(whole_of(number, ids))) for number, ids in enumerate(prompts)]
+    with sides(checkpoint, 2, num_blocks=45, host_memory_gib=0.002) as (first, second):
+        for number, ids in enumerate(prompts):
+            part = replace(make_request(f"p{number}", ids, max_tokens=1), hands_over=True)
+            if chance.random() < 0.2:
+                abort_somewhere(first, replace(part, request_id=f"a{number}"), chance)
+            loss = chance.random() if number >= len(prompts) // 2 else 1.0
+            if loss < 0.1:
+                kill_keeper(second)
+            tokens = ids_of(first.run(part))
+            if 0.1 <= loss < 0.2:
+                kill_keeper(second)
+            rest = replace(whole_of(number, ids), emitted_token_ids=tokens)
+            if chance.random() < 0.2:
+                abort_somewhere(second, replace(rest, request_id=f"b{number}"), chance)
+            assert tokens + ids_of(second.run(rest)) == expected[number], number
+        assert second.gauge("kv_restored_host") > 0
+        for side in (first, second):
+            scheduler = side.epoch.engine.scheduler
+            deadline = time.monotonic() + 20
+            while scheduler.cache.transfers.num_open:
+                assert time.monotonic() < deadline
+                side.epoch.engine._must_vote()
+            assert not side.epoch.engine.open_requests.ids_of_ingress("test")
+            scheduler.check_integrity()
+            assert scheduler.cache.gauges()["kv_cache_usage"] == 0
+
+
+def whole_of(number: int, ids: list[int]) -> EngineRequest:
+    return make_request(f"r{number}", ids, max_tokens=6)
+
+
+def abort_somewhere(side: Side, request: EngineRequest, chance: random.Random) -> None:
+    """Abort a request after some steps, before, in or behind its hand-over."""
+    engine = side.epoch.engine
+    engine.submit(request)
+    for _ in range(chance.randrange(6)):
+        engine.step()
+    engine.abort(request.request_id)
+    engine.step()
+
+
+def kill_keeper(side: Side) -> None:
+    """End the process that keeps the memory of the node."""
     tier = side.epoch.process.kv_places._host
     assert tier is not None
     client = KeeperClient(tier._config)
     try:
-        return psutil.Process(client._ask("attach")["pid"])
+        keeper = psutil.Process(client._ask("attach")["pid"])
+        keeper.kill()
+        keeper.wait(10)
     finally:
         client.close()

@@ -160,10 +160,13 @@ def harm(chance: random.Random, store: str, config: RankConfig, disk: Path) -> N
 @pytest.mark.parametrize(
     ("family", "parts", "num_steps"),
     [
-        ("qwen3_next", 4, 60),
-        pytest.param("qwen3_next", 16, 500, marks=pytest.mark.exhaustive),
-        pytest.param("gpt_oss", 8, 250, marks=pytest.mark.exhaustive),
-        pytest.param("deepseek_v3", 8, 250, marks=pytest.mark.exhaustive),
+        ("qwen3_next", 3, 40),
+        *(
+            pytest.param(
+                *(family, 8, 250), marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)]
+            )
+            for family in SHORT
+        ),
     ],
 )
 def test_random_steps_with_deaths(rank_pool, tmp_path, family, parts, num_steps):

@@ -92,6 +92,29 @@ def test_an_answer_streams_in_with_the_settings_of_the_page(page, server):
     assert page.js("document.querySelectorAll('.message').length") == 0
 
 
+def test_a_dropped_picture_goes_along(page):
+    delta = {"index": 0, "delta": {"content": "A square."}, "finish_reason": "stop"}
+    answer = f"data: {json.dumps({'choices': [delta]})}\n\ndata: [DONE]\n\n"
+    page.answer({"/v1/chat/completions": (200, answer)})
+    page.js(
+        "new OffscreenCanvas(8, 4).getContext('2d').canvas.convertToBlob().then((blob) => {"
+        "  const dropped = new DataTransfer();"
+        "  dropped.items.add(new File([blob], 'a.png', {type: 'image/png'}));"
+        "  const event = new DragEvent('drop', {dataTransfer: dropped});"
+        "  document.getElementById('chat').dispatchEvent(event); })"
+    )
+    page.wait("document.querySelectorAll('#pictures canvas').length == 1")
+    say(page, "What is it?")
+    page.wait(f"{IDLE} && {ANSWER}?.textContent == 'A square.'")
+    (message,) = page.bodies("/v1/chat/completions")[-1]["messages"]
+    picture, text = message["content"]
+    assert picture["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+    assert text == {"type": "text", "text": "What is it?"}
+    assert page.js("document.getElementById('pictures').hidden")
+    assert page.js("document.querySelectorAll('.message[data-role=user] canvas').length") == 1
+    page.click("#clear")
+
+
 def stream_of_a_call(name: str, *arguments: str) -> str:
     """The events of an answer that calls a tool; the arguments come in these parts."""
     first = {"index": 0, "id": "call_1", "function": {"name": name, "arguments": ""}}

@@ -168,7 +168,7 @@ def test_parameters_that_are_switched_off_are_accepted(neutral):
         ([{"role": "user", "content": 5}], "messages.0.content"),
         ([{"role": "user", "content": ["hi"]}], "messages.0.content.0"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0.type"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0.image_url"),
         ([{"role": "user", "content": [{"type": ["text"]}]}], "messages.0.content.0.type"),
         ([{"role": "user", "content": [{"type": "refusal"}]}], "messages.0.content.0.refusal"),
         ([{"role": "user", "content": "a", "name": 5}], "messages.0.name"),

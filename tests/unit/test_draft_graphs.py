@@ -1,7 +1,7 @@
 """Passes of a draft model in graphs, on a CPU: drafts and tokens are those of eager passes."""
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from tests.unit.graph_fakes import EagerGraphs, eager_graphs, make_capturable
+from tests.unit.model_case import make_batch
 from tests.unit.test_draft_costs import MEASURED
 from tests.unit.test_draft_engine import PARAMS, checkpoints, folder, run
 from workers.rank.epoch import Epoch
 from workers.rank.rank_info import KV_CACHE
-from workers.runner.draft_rows import IN_SEQUENCE, next_tokens
+from workers.runner.draft_rows import IN_SEQUENCE, following_batch, next_tokens
 from workers.runner.graph_sizes import GraphKey, GraphSizes, decode_sizes, mixed_sizes
 from workers.runner.graph_times import agreed_times
 from workers.speculation.model_drafter import ModelDrafter
@@ -186,3 +187,21 @@ def test_the_token_behind_each_row() -> None:
     follow = torch.from_numpy(np.array([IN_SEQUENCE, -2 - 99, 0, 1, 2, IN_SEQUENCE]))
     found = next_tokens(ids, follow, torch.tensor([20, -1, 22]))
     assert found.tolist() == [11, 99, 20, 0, 22, 10]
+
+
+def test_the_image_behind_each_row() -> None:
+    """Of a part of a prompt with two rows of an image, and of one that begins with an image; none behind the last."""
+    batch = make_batch([[10, 300, 300], [300, 300, 12]], [0, 4], padding=1)
+    embeds = torch.arange(14.0).view(7, 2, 1)
+    batch = replace(batch, image_mask=torch.tensor([0, 1, 1, 1, 1, 0, 0]), image_embeds=embeds)
+    follow = torch.tensor(
+        [IN_SEQUENCE, IN_SEQUENCE, -2 - 300, IN_SEQUENCE, IN_SEQUENCE, 0, IN_SEQUENCE]
+    )
+    ids = torch.arange(7)
+    found = following_batch(batch, ids, follow)
+    assert found.input_ids is ids and found.image_mask is not None
+    assert found.image_mask.tolist() == [1, 1, 0, 1, 0, 0, 0]
+    assert found.image_embeds is not None and found.image_embeds.shape == (7, 1, 1)
+    assert found.image_embeds[:4, 0, 0].tolist() == [2.0, 4.0, 6.0, 8.0]
+    text = replace(batch, image_mask=None, image_embeds=None)
+    assert following_batch(text, ids, follow).image_mask is None

@@ -56,7 +56,7 @@ def assistant(*blocks: Any) -> dict[str, Any]:
         (user("x"), "messages.0.content.1 "),
         (user({"text": "x"}), "messages.0.content.1 "),
         (user({"type": "text"}), "messages.0.content.1.text"),
-        (user({"type": "image", "source": {}}), "'image'"),
+        (user({"type": "image", "source": {}}), "messages.0.content.1.source"),
         (user({"type": "document", "source": {}}), "messages.0.content.1.type"),
         (user({"type": "tool_use", "id": "a", "name": "b", "input": {}}), "'tool_use'"),
         (user({"type": "tool_result", "content": "x"}), "messages.0.content.1.tool_use_id"),
@@ -66,7 +66,7 @@ def assistant(*blocks: Any) -> dict[str, Any]:
         ),
         (
             user({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}),
-            "messages.0.content.1.content.0.type",
+            "messages.0.content.1.content.0.source",
         ),
         (assistant({"type": "thinking"}), "messages.1.content.0.thinking"),
         (assistant({"type": "server_tool_use"}), "messages.1.content.0.type"),

@@ -20,7 +20,7 @@ LAYERS = ("cluster", "workers", "kernels")
 PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 OPTIONAL = {"deep_ep", "deep_gemm", "flashinfer", "matplotlib", "opentelemetry", "triton", "uvloop"}
 """Imported where they are installed; the code around each import names what is missing."""
-DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq"}
+DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq"}
 """Modules with another name than their distribution."""
 
 

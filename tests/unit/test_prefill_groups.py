@@ -96,6 +96,23 @@ def test_a_prefill_group_that_ends_in_the_middle_of_a_hand_over() -> None:
     run(scenario())
 
 
+def test_both_groups_end_in_the_middle_of_a_prompt() -> None:
+    async def scenario() -> None:
+        async with scene() as now:
+            asked = now.ask("x")
+            await holder(now, PREFILL, "x")
+            for group in (DECODE, PREFILL):
+                now.ranks_of(group)[0].fail["run_stage"] = ValueError("the weights are gone")
+            await now.kill(1, DECODE)
+            await until(lambda: now.client._groups[DECODE].health.ended)
+            assert not asked.done()
+            await now.kill(1, PREFILL)
+            with pytest.raises(EngineDeadError, match="weights are gone"):
+                await asked
+
+    run(scenario())
+
+
 def test_a_request_that_its_first_token_ends_sees_no_decode_group() -> None:
     async def scenario() -> None:
         async with scene() as now:

@@ -32,7 +32,7 @@ def text_format(**fields):
         ({"input": [{"role": "user", "content": [5]}]}, "input.0.content.0"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input.0.content.0.type",
+            "input.0.content.0.image_url",
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
@@ -138,7 +138,7 @@ def test_a_wrong_field_is_named(fields, param):
     [
         ({"tools": [{"type": "web_search"}]}, "'web_search'"),
         ({"input": [{"type": "web_search_call"}]}, "'web_search_call'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "'input_file'"),
         ({"max_tokens": 5}, "use max_output_tokens"),
         ({"max_output_tokens": 10**6}, "lower max_output_tokens"),
         (text_format(name="a"), "text.format.schema is missing"),

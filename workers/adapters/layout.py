@@ -209,7 +209,7 @@ def slots_bytes(model: ModelConfig, ranks: RankConfig, rank: int) -> int:
 
 
 def adapter_experts(model: ModelConfig, ranks: RankConfig, rank: int) -> Sequence[int]:
-    """Return the experts of which a rank holds the adapters: its own, or all where a map says which are its own.
+    """Return the experts of which a rank holds the adapters: its own, or all where a map has the places of experts.
 
     So adapters stay where they are while experts move.
     """

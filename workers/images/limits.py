@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from workers.config import RankConfig
+from workers.config import CacheConfig, RankConfig, SchedulerConfig
 from workers.specs.vision import VisionSpec
 
 CACHE_TOKENS = 32_768  # 32 images of 1,024 x 1,024: 134 MB for Qwen3.6-35B-A3B
@@ -28,11 +28,18 @@ class ImageLimits:
     @classmethod
     def of(cls, config: RankConfig, spec: VisionSpec) -> "ImageLimits":
         """Return the limits of a resolved configuration."""
-        image, cache = config.scheduler.max_image_tokens, config.cache.image_tokens
         length = int(config.model.max_model_len)
+        return cls.within(length, config.scheduler, config.cache, spec)
+
+    @classmethod
+    def within(
+        cls, length: int, scheduler: SchedulerConfig, cache: CacheConfig, spec: VisionSpec
+    ) -> "ImageLimits":
+        """Return the limits of sequences of at most `length` tokens."""
+        image, tokens = scheduler.max_image_tokens, cache.image_tokens
         most = min(spec.largest, length) if image == "auto" else int(image)
-        kept = max(most, min(CACHE_TOKENS, length)) if cache == "auto" else int(cache)
-        return cls(most, config.scheduler.image_tokens_per_step, kept)
+        kept = max(most, min(CACHE_TOKENS, length)) if tokens == "auto" else int(tokens)
+        return cls(most, scheduler.image_tokens_per_step, kept)
 
     @property
     def batch(self) -> int:

@@ -23,8 +23,8 @@ MIN_GAIN = 64
 """Tokens that a load must bring, because waiting for it takes about as long as to compute them."""
 BATCH_BYTES, BATCH_S = 2**20, 0.25
 """Blocks wait to be saved until they are so large together, or have waited so long."""
-HELD_SHARE = 16
-"""One block in so many may be held by saves, so that they take no memory from sequences."""
+HELD_SHARE = 4
+"""One block in so many may be held by saves, most of which their sequences hold too."""
 
 
 class Load(NamedTuple):

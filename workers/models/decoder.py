@@ -60,6 +60,14 @@ class DecoderLM(LayerStack):
         factor = self.config.embedding_factor
         return embedded_TD if factor == 1.0 else embedded_TD.mul_(factor)
 
+    def embed_rows(self, batch: ForwardBatch, adapters: AdapterRows | None = None) -> torch.Tensor:
+        """Return the embeddings of all rows, of tokens or of images, a new tensor [T, D]."""
+        embedded_TD = self.embed(batch.input_ids, adapters)
+        if batch.image_mask is None or batch.image_embeds is None:
+            return embedded_TD
+        is_image_T1 = batch.image_mask.bool()[:, None]
+        return torch.where(is_image_T1, batch.image_embeds[:, 0], embedded_TD)
+
     def forward(
         self, batch: ForwardBatch, hidden_after: dict[int, torch.Tensor] | None = None
     ) -> torch.Tensor:
@@ -67,11 +75,8 @@ class DecoderLM(LayerStack):
 
         hidden_after    by number of a layer, each set to hidden_TD after the layer
         """
-        residual_TD = self.embed(batch.input_ids, batch.adapters)
-        if batch.image_mask is None or batch.image_embeds is None:
-            return self.run_layers(residual_TD, batch, hidden_after)
-        embeds_TD, *added = batch.image_embeds.unbind(1)
-        residual_TD = torch.where(batch.image_mask.bool()[:, None], embeds_TD, residual_TD)
+        residual_TD = self.embed_rows(batch, batch.adapters)
+        added = () if batch.image_embeds is None else batch.image_embeds.unbind(1)[1:]
         return self.run_layers(residual_TD, batch, hidden_after, added)
 
     @property

@@ -8,7 +8,6 @@ T rows (padding included), L rows with logits, R sequences (padding included), S
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -18,7 +17,7 @@ from kernels.attention.base import Attention, GraphAttention, GraphForm
 from kernels.attention.batch import AttentionBatch
 from kernels.host.host_copy import to_device
 from workers.kv_cache.manager import KVCacheManager
-from workers.runner.draft_rows import IN_SEQUENCE, DraftRows, next_tokens
+from workers.runner.draft_rows import IN_SEQUENCE, DraftRows, following_batch, next_tokens
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.specs.model import ModelConfig
 from workers.step.forward_batch import ForwardBatch
@@ -150,8 +149,9 @@ class DraftGraphs:
         states_TD = self._model.read_target(hidden_TD[rows], after)
         # The draws of this step are behind the last row of each sequence, so the last tokens that it read are not used.
         ids_T = batch.resolved(self._last_tokens).input_ids
-        ids_T = next_tokens(ids_T, self._follow_T[rows], self._drawn_L)
-        states_TD = self._model.forward(replace(batch, input_ids=ids_T), states_TD)
+        follow_T = self._follow_T[rows]
+        ids_T = next_tokens(ids_T, follow_T, self._drawn_L)
+        states_TD = self._model.forward(following_batch(batch, ids_T, follow_T), states_TD)
         self._states_TD[rows].copy_(states_TD)
 
     def take_states(self, states_TD: torch.Tensor) -> None:

@@ -8,7 +8,6 @@ T rows (padding included), L rows with logits, S sequences with new tokens, A se
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from kernels.attention.base import Attention, GraphForm
 from workers.kv_cache.manager import KVCacheManager
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.draft_graphs import NO_TOKEN, DraftGraphs, DraftModel, TargetStates
-from workers.runner.draft_rows import DraftRows, LastRows, following, next_tokens
+from workers.runner.draft_rows import DraftRows, LastRows, following, following_batch, next_tokens
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.speculation.speculator import Speculator
 from workers.step.forward_batch import ForwardBatch
@@ -145,9 +144,10 @@ class DraftPasses:
         drawn_L = drawn_L if len(drawn_L) else batch.input_ids.new_zeros(1)
         states_TD = self.model.read_target(target.hidden_TD, target.hidden_after)
         ids_T = batch.resolved(self.last_tokens).input_ids
-        ids_T = next_tokens(ids_T, self._there(follow_T), drawn_L)
+        there_T = self._there(follow_T)
+        ids_T = next_tokens(ids_T, there_T, drawn_L)
         self.attention.plan(batch)
-        return self.model.forward(replace(batch, input_ids=ids_T), states_TD)
+        return self.model.forward(following_batch(batch, ids_T, there_T), states_TD)
 
     def _further(self, last: LastRows, plan: StepPlan, states_TD: torch.Tensor) -> torch.Tensor:
         """Return the drafts behind the last rows."""

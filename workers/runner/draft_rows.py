@@ -3,7 +3,7 @@
 T rows (padding included), L rows with logits, S sequences with new tokens, K most drafts of one. Knows no model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -152,3 +152,24 @@ def next_tokens(
     drawn_T = drawn_L.index_select(0, follow_T.clamp(min=0))
     known_T = torch.where(follow_T == IN_SEQUENCE, input_ids_T.roll(-1), -2 - follow_T)
     return torch.where(follow_T >= 0, drawn_T, known_T).clamp_(min=0)
+
+
+def following_batch(
+    batch: ForwardBatch, next_ids_T: torch.Tensor, follow_T: torch.Tensor
+) -> ForwardBatch:
+    """Return the batch with the tokens that follow its rows in the place of theirs, and the images among them.
+
+    The token behind the last row of a part of a prompt may be of an image that is not in the batch: it keeps its id.
+
+    next_ids   of `next_tokens`
+    follow     of `following`
+    """
+    mask_T, embeds_TXD = batch.image_mask, batch.image_embeds
+    if mask_T is None or embeds_TXD is None:
+        return replace(batch, input_ids=next_ids_T)
+    return replace(
+        batch,
+        input_ids=next_ids_T,
+        image_mask=mask_T.roll(-1) * (follow_T == IN_SEQUENCE),
+        image_embeds=embeds_TXD[:, :1].roll(-1, 0),
+    )

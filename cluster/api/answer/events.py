@@ -45,6 +45,7 @@ def usage_of(generation: Generation) -> dict[str, Any]:
         generation.num_cached_tokens,
         generation.num_reasoning_tokens,
         generation.drafts,
+        generation.num_image_tokens,
     )
 
 
@@ -54,15 +55,22 @@ def usage(
     cached_tokens: int,
     reasoning_tokens: int,
     drafts: dict[str, int],
+    image_tokens: int = 0,
 ) -> dict[str, Any]:
     """Return token counts in the shape of the API; `drafts` as of `draft_fields`."""
+    of_prompt = {"cached_tokens": cached_tokens} | image_details(image_tokens)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": of_prompt,
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens, **drafts},
     }
+
+
+def image_details(image_tokens: int) -> dict[str, int]:
+    """Return the field of the tokens of images among those of a prompt; none without images."""
+    return {"image_tokens": image_tokens} if image_tokens else {}
 
 
 def full_body(generation: Generation, texts: list[str]) -> bytes:

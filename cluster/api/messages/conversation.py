@@ -7,6 +7,7 @@ from cluster.errors import BadRequestError
 
 Block = dict[str, Any]
 ChatMessage = dict[str, Any]
+Part = dict[str, Any]
 
 # Claude Code puts this block before its instructions. It has a new value in every request, so the prompts of one
 # conversation would share no prefix.
@@ -62,22 +63,22 @@ def _system(content: Any, where: str) -> Iterator[ChatMessage]:
 
 def _user(content: Any, where: str) -> Iterator[ChatMessage]:
     """Yield the turn as user messages and, between them, a tool message for each result."""
-    texts: list[str] = []
+    parts: list[Part] = []
     for i, block in enumerate(_blocks(content, where)):
         place = f"{where}.{i}"
         if block["type"] != "tool_result":
-            texts.append(_text_block(block, place))
+            parts.append(_part(block, place))
             continue
-        if texts:
-            yield {"role": "user", "content": _parts(texts)}
-            texts = []
+        if parts:
+            yield {"role": "user", "content": parts}
+            parts = []
         yield {
             "role": "tool",
             "tool_call_id": _string(block, "tool_use_id", place),
             "content": _result(block, f"{place}.content"),
         }
-    if texts:
-        yield {"role": "user", "content": _parts(texts)}
+    if parts:
+        yield {"role": "user", "content": parts}
 
 
 def _assistant(content: Any, where: str) -> Iterator[ChatMessage]:
@@ -116,14 +117,16 @@ def _call(block: Block, where: str) -> dict[str, Any]:
     return {"id": _string(block, "id", where), "type": "function", "function": function}
 
 
-def _result(block: Block, where: str) -> str | list[dict[str, str]]:
+def _result(block: Block, where: str) -> list[Part]:
     """Return the content of a tool's result. A chat message has no field for is_error, so the text begins with it."""
     content = block.get("content")
     blocks = [] if content is None else _blocks(content, where, empty=True)
-    texts = [_text_block(part, f"{where}.{i}") for i, part in enumerate(blocks)]
+    parts = [_part(part, f"{where}.{i}") for i, part in enumerate(blocks)]
     if block.get("is_error") is True:
-        texts = ["Error: " + "\n".join(texts)]
-    return _parts(texts)
+        texts = [part["text"] for part in parts if part["type"] == "text"]
+        images = [part for part in parts if part["type"] != "text"]
+        return [*_parts(["Error: " + "\n".join(texts)]), *images]
+    return parts
 
 
 def _blocks(content: Any, where: str, *, empty: bool = False) -> list[Block]:
@@ -139,18 +142,36 @@ def _blocks(content: Any, where: str, *, empty: bool = False) -> list[Block]:
     return content
 
 
+def _part(block: Block, where: str) -> Part:
+    """Return a text or an image of the user or of a tool."""
+    if block["type"] != "image":
+        return {"type": "text", "text": _text_block(block, where)}
+    source = block.get("source")
+    match source:
+        case {"type": "base64", "data": str(data)}:
+            # The content decides the format of an image, so the media type of the block is not read.
+            url = f"data:;base64,{data}"
+        case {"type": "url", "url": str(url)}:
+            pass
+        case _:
+            raise _bad(
+                f"{where}.source",
+                "must be {type: base64, media_type, data} or {type: url, url}; files are not served",
+            )
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def _text_block(block: Block, where: str) -> str:
     if block["type"] != "text":
         raise BadRequestError(
-            f"{where}.type: blocks of type {block['type'][:80]!r} are not supported here; "
-            "the model takes text",
+            f"{where}.type: blocks of type {block['type'][:80]!r} are not supported here",
             param=f"{where}.type",
             code="unsupported_content_part",
         )
     return _string(block, "text", where)
 
 
-def _parts(texts: list[str]) -> list[dict[str, str]]:
+def _parts(texts: list[str]) -> list[Part]:
     return [{"type": "text", "text": text} for text in texts]
 
 

@@ -24,7 +24,11 @@ _BLOCKS: dict[str, JsonValue] = {
         "type": "object",
         "required": ["type"],
         "properties": {
-            "type": {"enum": ["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]}
+            "type": {
+                "enum": [
+                    *("text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking")
+                ]
+            }
         },
     },
 }

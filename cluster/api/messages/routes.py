@@ -41,6 +41,11 @@ class MessageDraft:
         return 1
 
     @property
+    def num_image_bytes(self) -> int:
+        """See DraftedRequest."""
+        return self.chat.num_image_bytes
+
+    @property
     def num_tokens(self) -> int:
         """See DraftedRequest."""
         (room,) = self.chat.max_tokens

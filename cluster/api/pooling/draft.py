@@ -53,6 +53,11 @@ class PoolingDraft:
         return len(self.prompts)
 
     @property
+    def num_image_bytes(self) -> int:
+        """See DraftedRequest."""
+        return 0
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(map(len, self.prompts))

@@ -4,11 +4,15 @@ The work takes up to seconds for the largest bodies and holds the interpreter lo
 function here waits or uses an engine, and a `Draft` travels by pickle. Knows nothing of HTTP responses or engines.
 """
 
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from cluster.api.answer.detokenizer import StopRules
 from cluster.api.backend import EngineBackend
+from cluster.api.images.opened import prepare
+from cluster.api.images.reader import ImageReader
 from cluster.api.request.output_format import OutputFormat, OutputFormats
 from cluster.api.request.prediction import predicted_text
 from cluster.api.request.prompt import Prompt, PromptEncoder
@@ -23,7 +27,7 @@ from cluster.api.request.tool_options import ToolOptions
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer, TokenizerSource, load_tokenizer
 from cluster.errors import BadRequestError, ContextLengthError, NotFoundError
-from workers.wire.request import SamplingParams
+from workers.wire.request import ImageInput, SamplingParams
 
 MAX_NAMED = 20  # adapters in an error
 DEFAULT_COMPLETION_TOKENS = 16  # the public API's own default
@@ -65,6 +69,7 @@ class Draft:
 
     max_tokens   of each prompt
     params       of all choices, without max_tokens and the seed
+    images       of the one prompt of a chat
     """
 
     request: CompletionRequest | ChatRequest
@@ -73,6 +78,12 @@ class Draft:
     output: OutputFormat
     params: SamplingParams
     stop: StopRules
+    images: tuple[ImageInput, ...] = ()
+
+    @property
+    def num_image_bytes(self) -> int:
+        """Bytes of the pixels of all images."""
+        return sum(len(image.pixels) for image in self.images)
 
     @property
     def num_choices(self) -> int:
@@ -99,9 +110,17 @@ class Drafter:
     def __init__(self, tokenizer: ServingTokenizer, settings: ApiSettings) -> None:
         self.tokenizer = tokenizer
         self.settings = settings
-        self.prompts = PromptEncoder(tokenizer)
+        images = None if settings.images is None else ImageReader(settings.images)
+        self.prompts = PromptEncoder(tokenizer, images)
         self.formats = OutputFormats(tokenizer, settings)
         self._sampling = SamplingBuilder(tokenizer, settings)
+
+    def with_images(self, fetched: Mapping[str, bytes]) -> Self:
+        """Return a drafter that reads images, with the files of http(s) URLs; needs a model that takes images."""
+        assert self.settings.images is not None, "the model takes text alone"
+        found = copy(self)
+        found.prompts = PromptEncoder(self.tokenizer, ImageReader(self.settings.images, fetched))
+        return found
 
     def completion(self, body: dict[str, Any], engine: EngineFacts) -> Draft:
         """Return the draft of a body of /v1/completions. Raises BadRequestError."""
@@ -149,9 +168,12 @@ class Drafter:
             params = replace(params, prediction_token_ids=tuple(ids[: engine.context_length]))
         stop = self._sampling.stop_rules(request, params)
         limits = [self._max_tokens(request, len(prompt.token_ids), engine) for prompt in prompts]
+        # Decoded last, because all other checks take less time.
+        images = tuple(it.image.read(it.offset) for prompt in prompts for it in prompt.images)
         return Draft(
             request=request,
-            prompts=prompts,
+            prompts=[replace(prompt, images=()) for prompt in prompts],
+            images=images,
             max_tokens=limits,
             output=output,
             params=params,
@@ -201,8 +223,12 @@ class Drafter:
 
 
 def load_drafter(source: TokenizerSource, settings: ApiSettings) -> Drafter:
-    """Return the drafter of another process."""
-    return Drafter(load_tokenizer(*source), settings)
+    """Return the drafter of another process, which may decode images."""
+    drafter = Drafter(load_tokenizer(*source), settings)
+    if settings.images is None:
+        return drafter
+    prepare()
+    return drafter.with_images({})
 
 
 def fit_output(

@@ -2,7 +2,7 @@
 
 from pydantic import JsonValue
 
-from cluster.api.request.messages import ROLES, TEXT_PARTS
+from cluster.api.request.messages import IMAGE_PARTS, ROLES, TEXT_PARTS
 
 _STRINGS: dict[str, JsonValue] = {"type": "array", "items": {"type": "string"}}
 TOKEN_IDS: dict[str, JsonValue] = {
@@ -27,14 +27,33 @@ _TEXT_PART: dict[str, JsonValue] = {
         "refusal": {"type": "string"},
     },
 }
+_IMAGE_PART: dict[str, JsonValue] = {
+    "type": "object",
+    "required": ["type", "image_url"],
+    "properties": {
+        "type": {"enum": [*IMAGE_PARTS]},
+        "image_url": {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "object",
+                    "required": ["url"],
+                    "properties": {"url": {"type": "string"}},
+                },
+            ]
+        },
+    },
+}
+_PARTS: dict[str, JsonValue] = {
+    "type": "array",
+    "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]},
+}
 _MESSAGE: dict[str, JsonValue] = {
     "type": "object",
     "required": ["role"],
     "properties": {
         "role": {"enum": [*ROLES]},
-        "content": {
-            "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]
-        },
+        "content": {"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]},
     },
 }
 MESSAGES: dict[str, JsonValue] = {"type": "array", "items": _MESSAGE, "minItems": 1}

@@ -72,7 +72,8 @@ class GenerationFactory:
             choices=await self._choices(draft, run_id),
             num_choices_per_prompt=request.n or 1,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in draft.prompts),
-            routing=routing_of(request, backend, sender, request.session),
+            num_image_tokens=sum(image.num_tokens for image in draft.images),
+            routing=routing_of(request, backend, sender, request.session) | _images_of(draft),
             grammar_param=draft.output.param,
         )
 
@@ -106,6 +107,10 @@ class GenerationFactory:
                     )
                 )
         return choices
+
+
+def _images_of(draft: Draft) -> dict[str, Any]:
+    return {"images": draft.images} if draft.images else {}
 
 
 def _shown(request: CompletionRequest | ChatRequest) -> Shown | None:

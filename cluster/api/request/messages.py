@@ -1,4 +1,4 @@
-"""Checks and normalises chat messages. Knows nothing of templates or tokens."""
+"""Checks and normalises chat messages. Knows nothing of templates, tokens, or the content of images."""
 
 import json
 from typing import Any
@@ -8,12 +8,25 @@ from cluster.errors import BadRequestError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Type of a content part -> its field with the text; the last three come from conversations of the Responses API.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+IMAGE_PARTS = ("image_url", "input_image")
+_IMAGE_ROLES = ("user", "tool")
+# Type of a content part -> why it is refused.
+_REFUSED = {
+    "input_audio": "audio is not served, because no model here has an encoder for it",
+    "audio_url": "audio is not served, because no model here has an encoder for it",
+    "video_url": "videos are not served; send frames as images",
+    "file": "files are not served; send their text, or images of their pages",
+    "input_file": "files are not served; send their text, or images of their pages",
+}
 # Passed to the template as they are when they are strings.
 _TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 
 def parse_messages(value: Any) -> list[dict[str, Any]]:
-    """Return the `messages` of a request for a chat template: each content is one string."""
+    """Return the `messages` of a request.
+
+    Each content is one string, or with images a list of {type: text, text} and {type: image, url}.
+    """
     if value is None:
         raise BadRequestError(
             "messages is missing", param="messages", code="missing_required_parameter"
@@ -49,32 +62,64 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return result
 
 
-def _content(content: Any, role: str, where: str) -> str:
+def take_images(messages: list[dict[str, Any]]) -> list[str]:
+    """Return the URLs of all images in order, and leave {type: image} of each, which chat templates read."""
+    urls: list[str] = []
+    for message in messages:
+        if isinstance(message["content"], list):
+            urls += [part.pop("url") for part in message["content"] if part["type"] == "image"]
+    return urls
+
+
+def _content(content: Any, role: str, where: str) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if content is None and role == "assistant":
         return ""
     if not isinstance(content, list):
         raise BadRequestError(f"{where} must be a string or a list of text parts", param=where)
-    return "\n".join(_part(part, f"{where}.{i}") for i, part in enumerate(content))
+    parts = [_part(part, role, f"{where}.{i}") for i, part in enumerate(content)]
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
 
 
-def _part(part: Any, where: str) -> str:
-    """Return the text of a content part."""
+def _part(part: Any, role: str, where: str) -> dict[str, str]:
+    """Return a content part as text or image."""
     if not isinstance(part, dict):
         raise BadRequestError(f"{where} must be an object", param=where)
     kind = part.get("type")
+    if kind in IMAGE_PARTS:
+        return {"type": "image", "url": _image_url(part, role, where)}
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if field is None:
+        known = f"parts may be {', '.join((*TEXT_PARTS, *IMAGE_PARTS))}"
         raise BadRequestError(
-            f"{where}.type: this model takes text alone, in parts of {', '.join(TEXT_PARTS)}",
+            f"{where}.type: {_REFUSED.get(kind, known) if isinstance(kind, str) else known}",
             param=f"{where}.type",
             code="unsupported_content_part",
         )
     text = part.get(field)
     if not isinstance(text, str):
         raise BadRequestError(f"{where}.{field} must be a string", param=f"{where}.{field}")
-    return text
+    return {"type": "text", "text": text}
+
+
+def _image_url(part: dict[str, Any], role: str, where: str) -> str:
+    if role not in _IMAGE_ROLES:
+        raise BadRequestError(
+            f"{where}: messages of the roles {' and '.join(_IMAGE_ROLES)} may have images",
+            param=where,
+            code="unsupported_content_part",
+        )
+    value = part.get("image_url")
+    url = value.get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str):
+        raise BadRequestError(
+            f"{where}.image_url must be {{url: string}} or a string; images of file ids are not served",
+            param=f"{where}.image_url",
+        )
+    return url
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:

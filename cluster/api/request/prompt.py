@@ -4,6 +4,10 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.api.images.opened import OpenedImage
+from cluster.api.images.placeholders import PlacedImage, keep_last, place_images
+from cluster.api.images.reader import ImageReader
+from cluster.api.request.messages import take_images
 from cluster.api.request.protocol import ChatRequest, CompletionRequest, check_text
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.errors import BadRequestError
@@ -16,6 +20,8 @@ class Prompt:
     """The prompt of one sequence, and its echo, which comes before the first token of the answer.
 
     token_ids   int32, because an array travels between processes as its bytes
+    images      in order; their pixels are not decoded yet
+
     A chat also has the end of the prompt text, and the message of the assistant that the answer continues, if any.
     """
 
@@ -23,16 +29,19 @@ class Prompt:
     echo: str = ""
     end: str = ""
     unfinished: str | None = None
+    images: tuple[PlacedImage, ...] = ()
 
 
 class PromptEncoder:
     """Tokenises prompts and renders chats.
 
     keep: number of tokens to keep, from the end of the prompt; None = all.
+    images: None if the model takes text alone
     """
 
-    def __init__(self, tokenizer: ServingTokenizer) -> None:
+    def __init__(self, tokenizer: ServingTokenizer, images: ImageReader | None) -> None:
         self._tokenizer = tokenizer
+        self._images = images
 
     def completion(self, request: CompletionRequest, keep: int | None) -> list[Prompt]:
         """Return the prompts of a completion request, in order."""
@@ -52,14 +61,21 @@ class PromptEncoder:
         keep: int | None,
         tools: list[dict[str, Any]] | None = None,
     ) -> Prompt:
-        """Return the prompt of a chat request; `tools` are the definitions of the client."""
+        """Return the prompt of a chat request; `tools` are the definitions of the client. Raises UnreadImages."""
         messages = request.parsed_messages()
+        urls = take_images(messages)
+        opened = self._open(urls, request.mm_processor_kwargs) if urls else []
         goes_on = bool(request.continue_final_message)
         opens_turn = request.add_generation_prompt
         last = messages[-1]
         if goes_on and last.get("tool_calls"):
             raise BadRequestError(
                 "continue_final_message: the final message is complete, because it has tool_calls",
+                param="continue_final_message",
+            )
+        if goes_on and isinstance(last["content"], list):
+            raise BadRequestError(
+                "continue_final_message: a message with images cannot go on",
                 param="continue_final_message",
             )
         echo = last["content"] if request.echo and last["role"] == "assistant" else ""
@@ -76,7 +92,23 @@ class PromptEncoder:
         # The template writes the special tokens itself.
         ids = self._tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
         unfinished = last["content"] if goes_on else None
-        return Prompt(array("i", _last(ids, keep)), echo, text[-_END_CHARS:], unfinished)
+        end = text[-_END_CHARS:]
+        if self._images is None or not opened:
+            return Prompt(array("i", _last(ids, keep)), echo, end, unfinished)
+        whole, images = place_images(ids, self._images.settings.token_id, opened)
+        if keep is not None:
+            whole, images = keep_last(whole, images, keep)
+        return Prompt(whole, echo, end, unfinished, images)
+
+    def _open(self, urls: list[str], options: dict[str, Any] | None) -> list[OpenedImage]:
+        if self._images is None:
+            raise BadRequestError(
+                "image 0: this model takes text alone: it has no vision tower, or model.language_model_only "
+                "leaves the tower out",
+                param="messages",
+                code="unsupported_content_part",
+            )
+        return self._images.open(urls, options or {})
 
     def _encode(
         self, prompt: str | list[int], special: bool, keep: int | None, echo: bool

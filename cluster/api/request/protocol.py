@@ -240,6 +240,9 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: _Effort | None = Field(
         None, description="For the chat template; none = enable_thinking false, all others = true."
     )
+    mm_processor_kwargs: dict[str, Any] | None = Field(
+        None, description="Limits of images in pixels: {min_pixels, max_pixels}."
+    )
     prediction: Any = Field(
         None, description="Text that the answer may repeat: {type: content, content}."
     )
@@ -274,7 +277,7 @@ class ChatRequest(GenerationRequest):
         return variables | (self.chat_template_kwargs or {})
 
     def parsed_messages(self) -> list[dict[str, Any]]:
-        """Return the checked `messages`; each content is one string."""
+        """Return the checked `messages`, see `parse_messages`."""
         return parse_messages(self.messages)
 
 

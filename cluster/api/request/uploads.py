@@ -17,6 +17,7 @@ from cluster.errors import (
 )
 
 _SLOW_S = 5.0
+_JOINED_HERE = 4 * 1024 * 1024
 
 
 @dataclass(eq=False)
@@ -53,7 +54,7 @@ class Uploads:
         upload = _Upload(asyncio.timeout(self._settings.client_timeout_s))
         self._arriving[upload] = None
         try:
-            yield await self._read(request, upload, max_bytes or self._settings.max_body_bytes)
+            yield await self._read(request, upload, max_bytes or self._settings.max_request_bytes)
         finally:
             self._arriving.pop(upload, None)
             self.num_bytes -= upload.num_bytes
@@ -81,6 +82,8 @@ class Uploads:
                 late = f"the body did not arrive within {_SLOW_S:g} s, and others need its memory"
             raise ClientTimeoutError(late) from None
         del self._arriving[upload]
+        if size > _JOINED_HERE:
+            return await asyncio.to_thread(b"".join, parts)  # which holds no interpreter lock
         return b"".join(parts)
 
     def _take(self, upload: _Upload, num_bytes: int) -> None:

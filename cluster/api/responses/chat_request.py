@@ -22,7 +22,7 @@ _SHARED = (
     *("allowed_token_ids", "bad_words", "stop", "stop_token_ids", "include_stop_str_in_output"),
     *("ignore_eos", "skip_special_tokens", "add_special_tokens", "priority", "cache_salt"),
     *("structured_outputs", "chat_template_kwargs", "enable_thinking", "include_reasoning"),
-    *("parallel_tool_calls", "prompt_cache_key", "user"),
+    *("parallel_tool_calls", "mm_processor_kwargs", "prompt_cache_key", "user"),
 )
 # Field of a chat request -> field of this route; the first pattern that matches counts.
 _NAMES = (

@@ -54,7 +54,7 @@ def _add(item: Item, turn: _Message) -> None:
 
 
 def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return the content of a chat message; chat joins several parts."""
-    if len(parts) == 1:
+    """Return the content of a chat message; chat joins several texts, and has an image part of the same form."""
+    if len(parts) == 1 and "text" in parts[0]:
         return str(parts[0]["text"])
-    return [{"type": "text", "text": part["text"]} for part in parts]
+    return [{"type": "text", "text": part["text"]} if "text" in part else part for part in parts]

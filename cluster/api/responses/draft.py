@@ -55,6 +55,11 @@ class ResponseDraft:
         return 1
 
     @property
+    def num_image_bytes(self) -> int:
+        """See DraftedRequest."""
+        return self.chat.num_image_bytes
+
+    @property
     def num_tokens(self) -> int:
         """See DraftedRequest."""
         return self.chat.num_tokens

@@ -10,8 +10,16 @@ _TEXT_PART: dict[str, JsonValue] = {
         "text": {"type": "string"},
     },
 }
-_TEXTS: dict[str, JsonValue] = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]
+_IMAGE_PART: dict[str, JsonValue] = {
+    "type": "object",
+    "required": ["type", "image_url"],
+    "properties": {"type": {"const": "input_image"}, "image_url": {"type": "string"}},
+}
+_CONTENT: dict[str, JsonValue] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]}},
+    ]
 }
 _ITEMS: dict[str, JsonValue] = {
     "anyOf": [
@@ -21,7 +29,7 @@ _ITEMS: dict[str, JsonValue] = {
             "properties": {
                 "type": {"const": "message"},
                 "role": {"enum": ["user", "assistant", "system", "developer"]},
-                "content": _TEXTS,
+                "content": _CONTENT,
             },
         },
         {
@@ -40,7 +48,7 @@ _ITEMS: dict[str, JsonValue] = {
             "properties": {
                 "type": {"const": "function_call_output"},
                 "call_id": {"type": "string"},
-                "output": _TEXTS,
+                "output": _CONTENT,
             },
         },
         {

@@ -1,7 +1,7 @@
 """Checks the `input` of a request and normalises it to items. Knows nothing of chat messages or of the store.
 
-An item is a JSON object as a client would get it back, except for its id. Texts of messages and of outputs are lists
-of parts.
+An item is a JSON object as a client would get it back, except for its id. Contents of messages and of outputs are
+lists of parts, texts or images.
 """
 
 import uuid
@@ -84,7 +84,8 @@ def _parse_message(value: dict[str, Any], where: str) -> Item:
             f"{where}.role must be one of {', '.join(_ROLES)}", param=f"{where}.role"
         )
     kind = "output_text" if role == "assistant" else "input_text"
-    return _message(role, _parts(value.get("content"), f"{where}.content", kind))
+    content = _parts(value.get("content"), f"{where}.content", kind, images=role == "user")
+    return _message(role, content)
 
 
 def _parse_call(value: dict[str, Any], where: str) -> Item:
@@ -101,7 +102,7 @@ def _parse_output(value: dict[str, Any], where: str) -> Item:
     return {
         "type": "function_call_output",
         "call_id": _text(value, "call_id", where),
-        "output": _parts(value.get("output"), f"{where}.output", "input_text"),
+        "output": _parts(value.get("output"), f"{where}.output", "input_text", images=True),
         "status": "completed",
     }
 
@@ -124,14 +125,32 @@ _PARSERS = {
 }
 
 
-def _parts(content: Any, where: str, kind: str) -> list[dict[str, Any]]:
-    """Return text parts of type `kind`."""
+def _parts(content: Any, where: str, kind: str, *, images: bool) -> list[dict[str, Any]]:
+    """Return text parts of type `kind`, and image parts where they may be."""
     if isinstance(content, str):
         check_text(content, where)
         return [_part(content, kind)]
     if not isinstance(content, list):
         raise BadRequestError(f"{where} must be a string or a list of text parts", param=where)
-    return [_part(_part_text(part, f"{where}.{i}"), kind) for i, part in enumerate(content)]
+    return [
+        _image(part, f"{where}.{i}")
+        if images and isinstance(part, dict) and part.get("type") == "input_image"
+        else _part(_part_text(part, f"{where}.{i}"), kind)
+        for i, part in enumerate(content)
+    ]
+
+
+def _image(part: dict[str, Any], where: str) -> dict[str, Any]:
+    if part.get("image_url") is None and part.get("file_id") is not None:
+        raise UnsupportedParameterError(
+            f"{where}.file_id is not supported; send image_url", param=f"{where}.file_id"
+        )
+    url, detail = _text(part, "image_url", where), part.get("detail")
+    return {
+        "type": "input_image",
+        "image_url": url,
+        "detail": detail if isinstance(detail, str) else "auto",
+    }
 
 
 def _part(text: str, kind: str) -> dict[str, Any]:
@@ -150,7 +169,7 @@ def _part_text(part: Any, where: str) -> str:
     if kind not in _TEXT_PARTS:
         what = f", got {kind[:60]!r}" if isinstance(kind, str) else ""
         raise BadRequestError(
-            f"{where}.type must be {' or '.join(_TEXT_PARTS)}{what}; this model takes text alone",
+            f"{where}.type must be {' or '.join(_TEXT_PARTS)}{what}; users and outputs may have input_image",
             param=f"{where}.type",
             code="unsupported_content_part",
         )

@@ -148,6 +148,9 @@ class ResponsesRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, e.g. enable_thinking."
     )
+    mm_processor_kwargs: dict[str, Any] | None = Field(
+        None, description="Limits of images in pixels: {min_pixels, max_pixels}."
+    )
     user: str | None = Field(None, description="Echoed; names the session, see /v1/completions.")
     safety_identifier: str | None = Field(None, description="Echoed.")
     prompt_cache_key: str | None = Field(

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from cluster.api.answer.events import image_details
 from cluster.api.answer.generation import Generation
 from cluster.api.responses.protocol import ResponsesRequest
 from cluster.api.responses.tools import shown_tools
@@ -89,6 +90,7 @@ def _usage(generation: Generation) -> dict[str, Any]:
         "input_tokens_details": {
             "cached_tokens": generation.num_cached_tokens,
             "cache_write_tokens": 0,
+            **image_details(generation.num_image_tokens),
         },
         "output_tokens": num_output,
         "output_tokens_details": {"reasoning_tokens": generation.num_reasoning_tokens},

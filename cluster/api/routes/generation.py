@@ -38,6 +38,11 @@ class DraftedRequest(Protocol):
         """The most tokens that all sequences can have, with their prompts."""
         ...
 
+    @property
+    def num_image_bytes(self) -> int:
+        """Bytes of the pixels of all images."""
+        ...
+
 
 _Draft = TypeVar("_Draft", bound=DraftedRequest)
 MakeDraft = Callable[[bytes, EngineFacts, Sender], Awaitable[_Draft]]
@@ -83,7 +88,8 @@ class GenerationEndpoint:
                 ticket.release()
                 raise
         try:
-            self._gate.resize(ticket, drafted.num_choices, drafted.num_tokens)
+            sizes = drafted.num_choices, drafted.num_tokens, drafted.num_image_bytes
+            self._gate.resize(ticket, *sizes)
             generation, writer = await prepare(drafted, backend, sender)
         except BaseException:
             ticket.release()

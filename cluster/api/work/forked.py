@@ -14,7 +14,8 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-LENGTH_BYTES = 8
+from cluster.api.work.frames import NUMBER_BYTES, from_frames, to_frames
+
 _NICENESS = 5  # streams of the parent come first
 
 
@@ -38,7 +39,7 @@ def run(control_fd: int) -> None:
 def _answer(context: object, connection: socket.socket) -> None:
     """Do one piece of work in a child, and end it."""
     try:
-        cpu_s, work, args = pickle.loads(_receive(connection))
+        cpu_s, work, args = from_frames(_receive(connection))
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process, in any code
         _end_with_peer(connection, True)
         try:
@@ -48,23 +49,29 @@ def _answer(context: object, connection: socket.socket) -> None:
         except Exception as error:
             traceback.print_exc()
             outcome = (False, RuntimeError(f"{type(error).__name__}: {error}"))
-        answer = pickle.dumps(outcome)
+        answer = to_frames(outcome)
         _end_with_peer(connection, False)
-        connection.sendall(len(answer).to_bytes(LENGTH_BYTES) + answer)
+        for part in answer:
+            connection.sendall(part)
         code = 0
     except BaseException:  # the parent has closed the socket, or sees an answer without end
         code = 1
     os._exit(code)
 
 
-def _receive(connection: socket.socket) -> bytearray:
-    """Return the job, which comes with its length before it. Raises EOFError if the parent has left."""
+def _receive(connection: socket.socket) -> list[bytes]:
+    """Return the frames of the job. Raises EOFError if the parent has left."""
     with connection.makefile("rb") as stream:
-        length = int.from_bytes(stream.read(LENGTH_BYTES))
-        job = bytearray(stream.read(length))
-    if not length or len(job) < length:
-        raise EOFError
-    return job
+
+        def read(num_bytes: int) -> bytes:
+            data = stream.read(num_bytes)
+            if len(data) < num_bytes:
+                raise EOFError
+            return data
+
+        num_frames = int.from_bytes(read(NUMBER_BYTES))
+        lengths = [int.from_bytes(read(NUMBER_BYTES)) for _ in range(num_frames)]
+        return [read(length) for length in lengths]
 
 
 def _end_with_peer(connection: socket.socket, on: bool) -> None:

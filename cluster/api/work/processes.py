@@ -17,9 +17,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from cluster.api.work.forked import LENGTH_BYTES
+from cluster.api.work.frames import NUMBER_BYTES, from_frames, to_frames
 
 _PART_BYTES = 256 * 1024
+_JOINED_HERE = 4 * 1024 * 1024
 _Result = TypeVar("_Result")
 
 
@@ -43,12 +44,18 @@ class WorkProcesses:
         self._control: socket.socket | None = None
         self._end: Callable[[], object] = lambda: None
 
+    def start(self) -> None:
+        """Start the template before the first work, which waits for all that it loads."""
+        with self._lock:
+            if self._control is None:
+                self._start()
+
     async def run(self, work: Callable[..., _Result], *args: Any, cpu_s: float) -> _Result:
         """Return work(result of the setup, *args); all of it travels by pickle. Cancelled, it ends the child at once.
 
         Raises what `work` raises, WorkLimitError after `cpu_s` seconds of processor time, and WorkEndedError.
         """
-        job = pickle.dumps((cpu_s, work, args))
+        job = to_frames((cpu_s, work, args))
         connection = await asyncio.to_thread(self._connect)
         started = time.monotonic()
         try:
@@ -61,7 +68,7 @@ class WorkProcesses:
             raise WorkEndedError(
                 "the process of this work has ended; the server's log may have the reason"
             )
-        good, value = pickle.loads(answer)
+        good, value = from_frames(answer)
         if not good:
             raise value
         result: _Result = value
@@ -119,18 +126,31 @@ def _end_template(control: socket.socket, process: "subprocess.Popen[bytes]") ->
     process.wait()
 
 
-async def _exchange(connection: socket.socket, job: bytes) -> memoryview | None:
-    """Send the job; return the answer, or None if the child has ended without a complete one."""
+async def _exchange(connection: socket.socket, job: list[bytes]) -> list[bytes] | None:
+    """Send the job; return the frames of the answer, or None if the child has ended without a complete one."""
+    loop = asyncio.get_running_loop()
+    try:
+        for part in job:
+            await loop.sock_sendall(connection, part)
+        num_frames = int.from_bytes(await _receive(connection, NUMBER_BYTES))
+        numbers = await _receive(connection, num_frames * NUMBER_BYTES)
+        lengths = (numbers[at : at + NUMBER_BYTES] for at in range(0, len(numbers), NUMBER_BYTES))
+        return [await _receive(connection, int.from_bytes(length)) for length in lengths]
+    except (BrokenPipeError, ConnectionResetError, EOFError):
+        return None
+
+
+async def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    """Receive a number of bytes. Raises EOFError at the end of the stream."""
     loop = asyncio.get_running_loop()
     parts: list[bytes] = []
-    try:
-        await loop.sock_sendall(connection, len(job).to_bytes(LENGTH_BYTES))
-        await loop.sock_sendall(connection, job)
-        while part := await loop.sock_recv(connection, _PART_BYTES):
-            parts.append(part)
-    except (BrokenPipeError, ConnectionResetError):
-        return None
-    answer = memoryview(b"".join(parts))
-    length = int.from_bytes(answer[:LENGTH_BYTES])
-    complete = len(answer) >= LENGTH_BYTES and len(answer) == LENGTH_BYTES + length
-    return answer[LENGTH_BYTES:] if complete else None
+    missing = num_bytes
+    while missing:
+        part = await loop.sock_recv(connection, min(missing, _PART_BYTES))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        missing -= len(part)
+    if num_bytes > _JOINED_HERE:
+        return await asyncio.to_thread(b"".join, parts)  # which holds no interpreter lock
+    return b"".join(parts)

@@ -55,10 +55,10 @@ class MtpHead(LayerStack):
     def forward(self, batch: ForwardBatch, states_TD: torch.Tensor) -> torch.Tensor:
         """Return states [T, D]: for `compute_logits`, and for the next forward. Call `attention.plan(batch)` before.
 
-        batch    the tokens that follow those of the states, at the positions of the states
+        batch    the tokens and images that follow those of the states, at the positions of the states
         states   of `read_target`, or of the forward before
         """
-        embedded_TD = self.embedding_norm(self._target.embed(batch.input_ids))
+        embedded_TD = self.embedding_norm(self._target.embed_rows(batch))
         residual_TD = self.projection(torch.cat((embedded_TD, self.hidden_norm(states_TD)), -1))
         return self.norm(self.run_layers(residual_TD, batch))
 

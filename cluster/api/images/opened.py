@@ -1,0 +1,107 @@
+"""Reads image files of clients: the header first, the pixels later. Knows nothing of requests.
+
+The content of a file decides its format. An animation is read as its first frame. Transparent parts become white.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from cluster.api.images.geometry import Geometry
+from cluster.api.images.source import INVALID, numbered
+from cluster.errors import BadRequestError
+from workers.wire.request import ImageInput
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+Image.MAX_IMAGE_PIXELS = None  # `open_image` has a limit of its own, with an error for the client
+
+
+def prepare() -> None:
+    """Import what reads the formats, before processes are forked that would each import it again."""
+    Image.init()
+
+
+@dataclass(frozen=True)
+class OpenedImage:
+    """An image file after its header was read.
+
+    number       in the request, from 0, for errors
+    num_tokens   of its placeholders
+    """
+
+    number: int
+    data: bytes
+    geometry: Geometry
+    num_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its patches."""
+        return self.num_tokens * self.geometry.bytes_of_token
+
+    def read(self, offset: int) -> ImageInput:
+        """Return the patches, for placeholders from `offset` on. Raises BadRequestError."""
+        with numbered(self.number), _decoding():
+            image = _as_rgb(self.data)
+            pixels = self.geometry.patches(image).tobytes()
+            grid = (1, *self.geometry.grid(*image.size))
+        digest = hashlib.sha256(repr((grid, self.geometry.patch_size)).encode())
+        digest.update(pixels)
+        return ImageInput(
+            offset=offset,
+            num_tokens=self.num_tokens,
+            grid_thw=grid,
+            digest=digest.digest(),
+            pixels=pixels,
+        )
+
+
+def open_image(number: int, data: bytes, geometry: Geometry, max_pixels: int) -> OpenedImage:
+    """Read the header of an image. Raises BadRequestError.
+
+    max_pixels   width times height of the file, which is not decoded beyond it
+    """
+    with numbered(number), _decoding():
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+        if width * height > max_pixels:
+            raise BadRequestError(
+                f"it has {width} x {height} pixels, more than {max_pixels} (serve.images.max_source_pixels)"
+            )
+        # An image that is turned by its exif data has as many tokens.
+        return OpenedImage(number, data, geometry, geometry.num_tokens(width, height))
+
+
+@contextmanager
+def _decoding() -> Iterator[None]:
+    """Raise errors of PIL, which has many kinds for data that is wrong, as errors of the client."""
+    try:
+        yield
+    except BadRequestError:
+        raise
+    except UnidentifiedImageError:
+        raise BadRequestError(f"it is no {', '.join(FORMATS)}", code=INVALID) from None
+    except Exception as error:
+        reason = str(error)[:200] or type(error).__name__
+        raise BadRequestError(f"it cannot be read: {reason}", code=INVALID) from None
+
+
+def _as_rgb(data: bytes) -> Image.Image:
+    """Return the first frame, turned as its exif data has it, in 8 bits a colour."""
+    with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+        opened.load()
+        image = ImageOps.exif_transpose(opened)
+    if image.mode.startswith(
+        ("I", "F")
+    ):  # 16 bits of grey, which `convert` would cut and not scale
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    over = image.convert("RGBA")
+    white = Image.new("RGBA", over.size, "white")
+    return Image.alpha_composite(white, over).convert("RGB")

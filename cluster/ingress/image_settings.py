@@ -1,0 +1,50 @@
+"""The images that an ingress takes, from the configuration, the model and its image processor."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster.api.images.geometry import Geometry
+from cluster.api.images.settings import ImageSettings
+from cluster.config.phalanx_config import PhalanxConfig
+from workers.images.limits import ImageLimits
+from workers.models.config_reader import read_json
+from workers.models.registry import configured_model
+from workers.models.vision.reads import read_processor
+from workers.specs.vision import GlmVisionSpec
+
+
+def image_settings(config: PhalanxConfig) -> ImageSettings | None:
+    """Return the settings of images; None if the model takes text alone. Raises BadRequestError for wrong limits."""
+    model, serve, folder = configured_model(config.model), config.serve, config.model.folder
+    spec = model.vision
+    if spec is None:
+        return None
+    length = config.model.max_model_len
+    longest = model.max_position_embeddings if length == "auto" else length
+    limits = ImageLimits.within(longest, config.scheduler, config.cache, spec)
+    processor = read_processor(Path(folder))
+    given = processor.get("size")
+    size = given if isinstance(given, Mapping) else {}
+    counts_frames = isinstance(spec, GlmVisionSpec)
+    unit = (spec.patch_size * spec.merge_size) ** 2
+    most = spec.largest * unit
+    if config.scheduler.max_image_tokens != "auto":
+        most = min(most, limits.image * unit * (spec.temporal_patch_size if counts_frames else 1))
+    least = processor.get("min_pixels") or size.get("shortest_edge") or Geometry.min_pixels
+    geometry = Geometry(
+        patch_size=spec.patch_size,
+        merge_size=spec.merge_size,
+        frames=spec.temporal_patch_size,
+        min_pixels=min(least, most),
+        max_pixels=most,
+        counts_frames=counts_frames,
+        resample=processor.get("resample", Geometry.resample),
+    )
+    return ImageSettings(
+        token_id=read_json(Path(folder), "config.json", required=True)["image_token_id"],
+        geometry=geometry.within(serve.images.min_pixels, serve.images.max_pixels),
+        allowed_domains=tuple(serve.allowed_media_domains),
+        allowed_folder=serve.allowed_media_folder,
+        max_request_tokens=limits.cache,
+        **serve.images.model_dump(exclude={"min_pixels", "max_pixels"}),
+    )

@@ -1,0 +1,117 @@
+"""Settings of images: from a checkpoint with a vision tower, its mistakes, and what `phalanx check` prints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.commands.check import check
+from cluster.config.errors import ConfigError
+from cluster.config.load import load_config
+from cluster.ingress.image_settings import image_settings
+from tests.checkpoints.writer import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints without weights, by family; `text` is Qwen3-MoE."""
+    parent = tmp_path_factory.mktemp("images")
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_experts": 4, "weights": False}
+    found = {
+        name: make_checkpoint(parent / name, family=name, vision=True, **sizes)
+        for name in ("qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe")
+    }
+    return found | {"text": make_checkpoint(parent / "text", **sizes)}
+
+
+def config(folder: Path, **settings: Any) -> Any:
+    model = {"path": str(folder), "weights": "dummy", "max_model_len": 512}
+    return load_config({"model": model, "cache": {"num_blocks": 64}}, settings)
+
+
+def test_settings_come_from_the_checkpoint(folders: dict[str, Path]) -> None:
+    for name, folder in folders.items():
+        found = image_settings(config(folder))
+        if name == "text":
+            assert found is None
+            continue
+        assert found is not None and found.token_id == 300
+        geometry = found.geometry
+        assert (geometry.patch_size, geometry.merge_size, geometry.frames) == (4, 2, 2)
+        assert (geometry.min_pixels, geometry.max_pixels) == (64, 2**16)
+        assert geometry.counts_frames == (name == "glm4v_moe")
+
+
+def test_settings_of_the_yaml(folders: dict[str, Path], tmp_path: Path) -> None:
+    settings = {
+        "serve.images.max_pixels": 4096,
+        "serve.images.max_images": 3,
+        "serve.allowed_media_domains": ["images.example", "*.parts.example", "[::1]:80"],
+        "serve.allowed_media_folder": str(tmp_path),
+    }
+    found = image_settings(config(folders["qwen3_5_moe"], **settings))
+    assert found is not None and found.geometry.max_pixels == 4096 and found.max_images == 3
+    assert found.allowed_domains == ("images.example", "*.parts.example", "[::1]:80")
+    assert found.allowed_folder == str(tmp_path)
+    blind = config(folders["qwen3_5_moe"], **{"model.language_model_only": True})
+    assert image_settings(blind) is None
+
+
+def test_limits_of_the_ranks(folders: dict[str, Path]) -> None:
+    settings = {"scheduler.max_image_tokens": 100, "cache.image_tokens": 250}
+    for name in ("qwen3_vl_moe", "glm4v_moe"):
+        found = image_settings(config(folders[name], **settings))
+        assert found is not None and found.max_request_tokens == 250
+        sizes = [found.geometry.num_tokens(*size) for size in ((4000, 4000), (900, 30), (90, 80))]
+        assert 90 <= max(sizes) <= 100
+    found = image_settings(config(folders["qwen3_vl_moe"]))
+    assert found is not None and found.max_request_tokens == 512  # the longest sequence
+
+
+def test_limits_in_the_older_spelling(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "older"
+    folder.mkdir()
+    for file in folders["qwen3_vl_moe"].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    del processor["size"]
+    (folder / "preprocessor_config.json").unlink()
+    newer = {"image_processor": processor | {"min_pixels": 128, "max_pixels": 2048}}
+    (folder / "processor_config.json").write_text(json.dumps(newer))
+    found = image_settings(config(folder))
+    assert found is not None
+    assert (found.geometry.min_pixels, found.geometry.max_pixels) == (128, 2048)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"serve.images.max_pixels": 2**17},
+            "serve.images.max_pixels: 131072 is more than the 65536",
+        ),
+        ({"serve.images.min_pixels": 900, "serve.images.max_pixels": 400}, "900 is more than"),
+        ({"serve.allowed_media_folder": "/no/such"}, "there is no folder '/no/such'"),
+        ({"serve.images.max_body_bytes": 2**30}, "hold no body of serve.images.max_body_bytes"),
+        ({"serve.allowed_media_domains": ["https://a.example"]}, "serve.allowed_media_domains"),
+    ],
+)
+def test_mistakes(folders: dict[str, Path], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(folders["qwen3_vl_moe"], **settings)
+    assert message in str(error.value)
+
+
+def test_what_check_prints(folders: dict[str, Path]) -> None:
+    report = check(config(folders["glm4v_moe"]))
+    assert report.images == (
+        "up to 16 a request, each of at most 512 tokens (64 pixels a token); from data URLs"
+    )
+    domains = {"serve.allowed_media_domains": ["images.example"]}
+    report = check(config(folders["qwen3_vl_moe"], **domains))
+    assert "at most 1024 tokens" in report.images
+    assert report.images.endswith("data URLs, http(s) URLs of images.example")
+    blind = check(config(folders["qwen3_vl_moe"], **{"model.language_model_only": True}))
+    assert blind.images == "none: model.language_model_only leaves the vision tower out"
+    assert check(config(folders["text"])).images == "none: the model takes text alone"
