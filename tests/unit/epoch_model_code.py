@@ -12,7 +12,7 @@ import numpy as np
 
 from cluster.client.group_client import GroupClient
 from cluster.client.open_request import OpenRequest
-from cluster.client.router import Pick, RankLoad
+from cluster.client.router import Pick, RankLoad, Tail
 from cluster.client.suspects import Suspects
 from workers.engine.engine import Engine
 from workers.rank.fence import Fence, StaleEpochError
@@ -34,7 +34,8 @@ class Captured:
     def __init__(self) -> None:
         self.sent: list[bytes] = []
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes, *frames: bytes) -> None:
+        assert not frames, "the requests of the model have no images"
         self.sent.append(message)
 
 
@@ -78,7 +79,7 @@ def delivered(message: bytes, epoch: int) -> tuple[str, Any] | None:
     inbox.num_stale, inbox._logged_epoch = 0, None
     receiver: Any = SimpleNamespace(submit=submit, wake=lambda step: found.append(("wake", step)))
     inbox._target = receiver, epoch
-    inbox._deliver(message)
+    inbox._deliver(message, ())
     assert len(found) + inbox.num_stale == 1
     return found[0] if found else None
 
@@ -92,7 +93,9 @@ def client_of(
     client.index, client.lease_id, client.open, client._token_times = 0, "", {}, {}
     client._suspects = Suspects()
     router: Any = SimpleNamespace(
-        report=lambda *_: None, pick=lambda prompt, *_, **__: _counted(loads[prompt[0]])
+        report=lambda *_: None,
+        pick=lambda prompt, *_, **__: _counted(loads[prompt[0]]),
+        keep=lambda *_: None,
     )
     client._router = router
 
@@ -111,7 +114,7 @@ def client_of(
 
 def _counted(load: RankLoad) -> Pick:
     load.outstanding += 1  # as the router counts a request of one token
-    return Pick(load, 0)
+    return Pick(load, 0, Tail(0, []))
 
 
 def open_request(number: int, request: Request) -> OpenRequest:
@@ -188,6 +191,8 @@ def reasons_to_vote(step: int, awaited: int, has_inbox: bool) -> tuple[bool, boo
     engine._step, engine._awaited_step, engine._stopping = step, -1, False
     engine._failure, engine._inbox = None, [None] if has_inbox else []  # type: ignore[assignment]
     engine._awaited_step = awaited
+    engine.scheduler = SimpleNamespace(settle=lambda *, idle: None, has_work=False)  # type: ignore[assignment]
+    engine._outbox = SimpleNamespace(send_held=lambda: None)  # type: ignore[assignment]
     return engine._must_vote(), engine._woken_by_peer()
 
 
