@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import struct
+import zlib
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -88,3 +90,16 @@ def image_part(data: bytes) -> dict[str, Any]:
 
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
+
+
+def png(width: int, height: int) -> bytes:
+    """A PNG that has a size of its own choice in its header, and hardly any data."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body

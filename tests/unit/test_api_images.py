@@ -18,6 +18,7 @@ from tests.unit.image_case import (
     data_url,
     image_part,
     noise,
+    png,
     text_part,
     vision_api,
 )
@@ -160,6 +161,7 @@ BAD = {
         "ftp://example.com/a.png",
         "image 1: 'ftp://example.com/a.png' is no data URL",
     ),
+    "a bomb": (data_url(png(40_000, 40_000)), "image 1: it has 40000 x 40000 pixels"),
     "long and thin": (data_url(as_file(noise(1, 300))), "image 1: it has 1 x 300 pixels"),
 }
 

@@ -1,8 +1,6 @@
 """Image files of clients: formats by content, what becomes of colours and turns, and files that cannot be read."""
 
 import io
-import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from PIL import Image
 from cluster.api.images.geometry import Geometry
 from cluster.api.images.opened import open_image
 from cluster.errors import BadRequestError
-from tests.unit.image_case import SMALL, as_file, noise
+from tests.unit.image_case import SMALL, as_file, noise, png
 
 PLAIN = Geometry(patch_size=1, merge_size=1, frames=1, min_pixels=1, max_pixels=2**22)
 """One pixel a token, so that patches are the pixels of the file."""
@@ -23,19 +21,6 @@ def pixels_of(data: bytes) -> np.ndarray:
     found = open_image(3, data, PLAIN, LIMIT).read(0)
     rows, columns = found.grid_thw[1:]
     return np.frombuffer(found.pixels, np.uint8).reshape(rows, columns, 3)
-
-
-def png(width: int, height: int) -> bytes:
-    """A PNG that has a size of its own choice in its header, and hardly any data."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + body
 
 
 @pytest.mark.parametrize(
@@ -110,7 +95,8 @@ def test_an_animation_is_its_first_frame(kind: str) -> None:
         (as_file(noise(40, 40), "GIF")[:60], "cannot be read|is no PNG|truncated"),
         (as_file(noise(40, 40), "BMP")[:100], "truncated"),
         (as_file(noise(40, 40)).replace(b"IDAT", b"IDAX"), "is no PNG"),
-        (png(40_000, 40_000), "has 40000 x 40000 pixels, more than 1048576"),
+        (png(4_000, 4_000), "has 4000 x 4000 pixels, more than 1048576"),
+        (png(40_000, 40_000), "has 40000 x 40000 pixels|exceeds limit"),
         (png(100, 100), "truncated|cannot be read"),
         (png(0, 5), "is no PNG|cannot be read"),
         (as_file(noise(1, 201)), "1 x 201 pixels; one side may be 200 times"),

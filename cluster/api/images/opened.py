@@ -18,12 +18,15 @@ from cluster.errors import BadRequestError
 from workers.wire.request import ImageInput
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-Image.MAX_IMAGE_PIXELS = None  # `open_image` has a limit of its own, with an error for the client
 
 
 def prepare() -> None:
-    """Import what reads the formats, before processes are forked that would each import it again."""
+    """Prepare a process for children that decode images: each child would import the formats again.
+
+    PIL's limit of pixels goes, because `open_image` has one with a better error; a process of a user keeps it.
+    """
     Image.init()
+    Image.MAX_IMAGE_PIXELS = None
 
 
 @dataclass(frozen=True)
