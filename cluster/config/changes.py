@@ -6,15 +6,19 @@ from typing import Any
 from cluster.config.files import read_config
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
+from workers.config import CacheConfig
 
 SCALE = ("cluster.ranks",)
+OF_NODES = ("host_memory_gib", "disk_path", "disk_gib")  # the memory and the files outlive ranks
 # What new rank processes read; everything else is read by the ingresses or the supervisor, which go on. A change
 # comes over HTTP, so no setting is among them that names a path or code, or chooses the weights.
 RESTART = (
-    *("scheduler", "cache", "overlap", "model.dtype", "model.routing"),
+    *("scheduler", "overlap", "model.dtype", "model.routing"),
+    *(f"cache.{name}" for name in CacheConfig.model_fields if name not in OF_NODES),
     *("experts.rebalance", "experts.redundant_slots", "experts.copies"),
     *("speculation.method", "speculation.num_draft_tokens", "speculation.adaptive"),
     *("kernels.all2all", "kernels.grouped_gemm", "kernels.attention", "kernels.linear_attention"),
+    "kernels.cascade",
     *("cluster.threads_per_rank", "cluster.vote_timeout_s"),
 )
 

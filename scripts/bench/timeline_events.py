@@ -27,7 +27,10 @@ ALL2ALL_PARTS = (StepPart.DISPATCH, StepPart.COMBINE)
 
 # The first that is found in a kernel's name.
 RULES: tuple[tuple[StepPart, str], ...] = (
-    (StepPart.COPIES, r"^Mem(cpy|set)|direct_copy_kernel|FillFunctor|CatArrayBatchedCopy"),
+    (
+        StepPart.COPIES,
+        r"^Mem(cpy|set)|direct_copy_kernel|FillFunctor|CatArrayBatchedCopy|_copy_pieces",
+    ),
     (
         StepPart.QK_NORM,
         r"\b_norm_rotate|_store_(fp8|kv|latents)|QKRMSNorm|ApplyRotary|AppendPagedKV",
@@ -35,9 +38,13 @@ RULES: tuple[tuple[StepPart, str], ...] = (
     (
         StepPart.ATTENTION,
         r"(Prefill|Decode|POD)With\w*KVCache|MergeState|AttentionSum|_list_pages|flash_fwd|fmha"
-        r"|_expand_keys|expand_fp8|_merge_attention|paged_attention|paged_decode|merge_chunks",
+        r"|_expand_keys|expand_fp8|read_latents|_merge_attention|merge_chunks|paged_attention"
+        r"|(paged|latent|shared|warp)_decode",
     ),
-    (StepPart.LINEAR_ATTENTION, r"\b_(advance|convolve|couple|gated_norm|scan)\b"),
+    (
+        StepPart.LINEAR_ATTENTION,
+        r"\b_(advance|convolve|couple|gated_norm|scan)\b|token_gates|move_states|store_tails",
+    ),
     (StepPart.NORMS, r"_add_rms_norm|RMSNorm"),
     (StepPart.ROUTING, r"_route_(top_k|groups)|_forced_route"),
     (StepPart.COMBINE, r"push_sums|weighted_sum|deep_ep::.*combine|nccl.*ReduceScatter"),

@@ -286,8 +286,9 @@ class Annotations:
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:
-        for owner, method, phase in self._methods:
-            if method in vars(owner):
+        for subject, method, phase in self._methods:
+            owner = next((it for it in subject.__mro__ if method in vars(it)), None)
+            if owner is not None:
                 original = vars(owner)[method]
                 setattr(owner, method, record_function(PREFIX + phase)(original))
                 self._undo.append(lambda put=(owner, method, original): setattr(*put))

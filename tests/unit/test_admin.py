@@ -138,6 +138,8 @@ def test_settings_of_rank_processes_can_change(config):
         (["model.weights=dummy"], RESTART, "model.weights"),
         (["kernels.cache=/tmp/x"], RESTART, "kernels.cache"),
         (["kernels={cache: /tmp/x}"], RESTART, "kernels.cache"),
+        (["cache.disk_path=/tmp/x"], RESTART, "cache.disk_path"),
+        (["cache.host_memory_gib=1"], RESTART, "cache.host_memory_gib"),
         (["model.path=/tmp/x"], RESTART, "model.path"),
         (["serve.chat_template=/etc/passwd"], RESTART, "serve.chat_template"),
         (["cluster.ranks=3", "overlap.mode=off"], SCALE, "overlap.mode"),
