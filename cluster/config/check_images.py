@@ -24,7 +24,7 @@ def check_images(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[P
     spec = None if model is None else model.vision
     if spec is None:
         return
-    limit = spec.largest * (spec.patch_size * spec.merge_size) ** 2
+    limit = spec.most_pixels
     for name in ("min_pixels", "max_pixels"):
         value = getattr(images, name)
         if value is not None and value > limit:

@@ -10,7 +10,6 @@ from workers.images.limits import ImageLimits
 from workers.models.config_reader import read_json
 from workers.models.vision.reads import read_processor
 from workers.specs.model import ModelConfig
-from workers.specs.vision import GlmVisionSpec
 
 
 def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings | None:
@@ -24,11 +23,10 @@ def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings |
     processor = read_processor(Path(folder))
     given = processor.get("size")
     size = given if isinstance(given, Mapping) else {}
-    counts_frames = isinstance(spec, GlmVisionSpec)
-    unit = (spec.patch_size * spec.merge_size) ** 2
-    most = spec.largest * unit
+    most = spec.most_pixels
     if config.scheduler.max_image_tokens != "auto":
-        most = min(most, limits.image * unit * (spec.temporal_patch_size if counts_frames else 1))
+        token = spec.counted_frames * (spec.patch_size * spec.merge_size) ** 2
+        most = min(most, limits.image * token)
     least = processor.get("min_pixels") or size.get("shortest_edge") or Geometry.min_pixels
     geometry = Geometry(
         patch_size=spec.patch_size,
@@ -36,7 +34,7 @@ def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings |
         frames=spec.temporal_patch_size,
         min_pixels=min(least, most),
         max_pixels=most,
-        counts_frames=counts_frames,
+        counts_frames=spec.counted_frames > 1,
         resample=processor.get("resample", Geometry.resample),
     )
     return ImageSettings(

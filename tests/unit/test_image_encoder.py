@@ -37,7 +37,7 @@ SPEC = QwenVisionSpec(
     activation="gelu",
     rope_theta=1e4,
     scale=PixelScale(factor=1.0, mean=(0.0,), std=(1.0,)),
-    largest=64,
+    most_pixels=256,
 )
 
 

@@ -27,12 +27,14 @@ def checked(folder: Path, **sections: dict[str, Any]) -> Any:
     return check(load_config({"model": model, "cluster": {"device": "cpu"}, **sections}), 1)
 
 
-def test_limits_follow_the_processor_and_the_context(folder: Path) -> None:
+def test_limits_follow_the_processor_and_the_context(folder: Path, tmp_path: Path) -> None:
     spec = load_model_config(folder).vision
     assert spec is not None and spec.largest == 1024
     limits = ImageLimits.of(rank_config(folder, 1), spec)
     assert limits == ImageLimits(1024, 256, 1024)
     assert ImageLimits.of(rank_config(folder, 1, model={"max_model_len": 500}), spec).image == 500
+    glm = load_model_config(image_checkpoint(tmp_path, "glm4v_moe", weights=False)).vision
+    assert glm is not None and glm.largest == 512, "its processor counts both frames of a patch"
     long = ImageLimits.of(rank_config(folder, 1, model={"max_model_len": 10**6}), spec)
     assert (long.image, long.cache) == (1024, CACHE_TOKENS)
     small = {"scheduler": {"max_image_tokens": 30}, "cache": {"image_tokens": 50}}

@@ -179,7 +179,12 @@ def test_a_processor_that_scales_nothing(tmp_path: Path) -> None:
     assert (scale.factor, scale.mean, scale.std) == (1.0, (0.0,) * 3, (1.0,) * 3)
     assert spec.largest == 100
     file.write_text('{"image_std": [0, 1, 1]}')
-    with pytest.raises(ModelConfigError, match=r"image_std \[0, 1, 1\]; expected numbers"):
+    with pytest.raises(
+        ModelConfigError, match=r"image_std \[0\.0, 1\.0, 1\.0\]; expected numbers > 0"
+    ):
+        spec_of(folder)
+    file.write_text('{"image_mean": 0.5, "rescale_factor": "small"}')
+    with pytest.raises(ModelConfigError, match=r"image_mean 0\.5; .* rescale_factor 'small'"):
         spec_of(folder)
     file.write_text('{"image_mean": [0.5]}')
     with pytest.raises(ModelConfigError, match="1 values of image_mean"):

@@ -31,7 +31,7 @@ class VisionSpec:
     output_size   width of a row of the output, that of the decoder
     grid_side     side of the square table of positions, which is resampled to the grid of an image
     deepstack     blocks with outputs of their own, which are added behind the first layers of the decoder, in order
-    largest       most tokens of an image that the checkpoint's processor makes
+    most_pixels   of an image behind the checkpoint's processor, as the processor counts them
     """
 
     tower: ClassVar[str]
@@ -51,7 +51,7 @@ class VisionSpec:
     activation: Activation
     rope_theta: float
     scale: PixelScale
-    largest: int
+    most_pixels: int
     deepstack: tuple[int, ...] = ()
 
     @property
@@ -68,6 +68,17 @@ class VisionSpec:
     def merged(self) -> int:
         """Patches of a token."""
         return self.merge_size**2
+
+    @property
+    def counted_frames(self) -> int:
+        """How often the limits of the processor count each pixel of an image."""
+        return 1
+
+    @property
+    def largest(self) -> int:
+        """Most tokens of an image that the checkpoint's processor makes."""
+        token = self.counted_frames * (self.patch_size * self.merge_size) ** 2
+        return max(1, self.most_pixels // token)
 
     @property
     def num_outputs(self) -> int:
@@ -112,3 +123,8 @@ class GlmVisionSpec(VisionSpec):
     weights: ClassVar[str] = "workers.models.vision.weights:glm_weights"
 
     qkv_bias: bool = False
+
+    @property
+    def counted_frames(self) -> int:
+        """Limits count the copies of an image that fill the frames of a patch."""
+        return self.temporal_patch_size

@@ -19,6 +19,7 @@ DEFAULTS = {  # as transformers has them
     "rms_norm_eps": 1e-5,
     "attention_bias": False,
 }
+MOST_PIXELS = 28 * 28 * 15_000
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -37,7 +38,7 @@ def with_glm_vision(
     read = vision.read
     read.ignore("attention_dropout")
     spec = GlmVisionSpec(
-        **vision.sizes(),
+        **vision.sizes(MOST_PIXELS),
         grid_side=max(1, read.integer("image_size") // read.integer("patch_size")),
         norm_eps=read.number("rms_norm_eps"),
         qkv_bias=read.boolean("attention_bias"),

@@ -20,6 +20,7 @@ DEFAULTS = {  # as transformers has them
     "num_position_embeddings": 2304,
 }
 HALF = (0.5, 0.5, 0.5)
+MOST_PIXELS = 2**24
 
 
 def with_qwen_vision(
@@ -39,7 +40,7 @@ def with_qwen_vision(
     if side**2 != positions:
         read.problems.append(f"num_position_embeddings is {positions}; expected a square number")
     spec = QwenVisionSpec(
-        **vision.sizes(),
+        **vision.sizes(MOST_PIXELS),
         grid_side=side,
         norm_eps=1e-6,
         deepstack=deepstack,

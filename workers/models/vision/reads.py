@@ -24,7 +24,7 @@ OF_IMAGES = (
 )
 # fmt: on
 HARMLESS = frozenset({"model_type", "initializer_range", "dtype", "torch_dtype"})
-MOST_PIXELS = 2**24  # of an image, where the processor's config has no limit: that of Qwen3-VL
+ROPE_THETA = 10_000.0
 Floats = tuple[float, ...]
 
 
@@ -112,53 +112,65 @@ class VisionReader:
             self.read.problems.append(f"is {found!r}; expected an object")
         self._processor, self._whole = whole.processor, whole
 
-    def sizes(self) -> dict[str, Any]:
-        """Return the fields of a VisionSpec that towers have in common."""
-        read = self.read
-        theta = (read.raw("rope_parameters") or {}).get("rope_theta", 10_000.0)
-        merge, patch = read.integer("spatial_merge_size"), read.integer("patch_size")
+    def sizes(self, most_pixels: int) -> dict[str, Any]:
+        """Return the fields of a VisionSpec that towers have in common.
+
+        most_pixels   of an image, where the processor's config has no limit
+        """
+        read, rope = self.read, self.read.raw("rope_parameters") or {}
+        theta = rope.get("rope_theta", ROPE_THETA) if isinstance(rope, Mapping) else rope
+        if not is_number(theta) or theta <= 0:
+            read.problems.append(f"rope_parameters is {rope!r}; expected a rope_theta > 0")
+            theta = ROPE_THETA
         return {
             "depth": read.integer("depth"),
             "hidden_size": read.integer("hidden_size"),
             "intermediate_size": read.integer("intermediate_size"),
             "num_heads": read.integer("num_heads"),
             "channels": read.integer("in_channels"),
-            "patch_size": patch,
+            "patch_size": read.integer("patch_size"),
             "temporal_patch_size": read.integer("temporal_patch_size"),
-            "merge_size": merge,
+            "merge_size": read.integer("spatial_merge_size"),
             "output_size": read.integer("out_hidden_size"),
             "activation": read.activation(),
             "rope_theta": float(theta),
-            "largest": max(1, self._most_pixels() // (patch * merge) ** 2),
+            "most_pixels": self._most_pixels(most_pixels),
         }
 
     def scale(self, mean: Floats, std: Floats) -> PixelScale:
         """Return the scale of pixels; mean and deviation are the family's where the processor's config has none."""
         given, channels = self._processor, self.read.integer("in_channels")
         factor = 1.0 if given.get("do_rescale") is False else given.get("rescale_factor", 1 / 255)
-        mean = tuple(given.get("image_mean") or mean)
-        std = tuple(given.get("image_std") or std)
+        mean, std = self._by_channel("image_mean", mean), self._by_channel("image_std", std)
         if given.get("do_normalize") is False:
             mean, std = (0.0,) * channels, (1.0,) * channels
-        if not all(map(is_number, (factor, *mean, *std))) or min(factor, *std) <= 0:
+        if not is_number(factor) or min(factor, *std) <= 0:
             self.read.problems.append(
-                f"{PROCESSOR} has rescale_factor {factor!r}, image_mean {list(mean)} and image_std {list(std)}; "
-                "expected numbers, the factor and the deviations > 0"
+                f"{PROCESSOR} has rescale_factor {factor!r} and image_std {list(std)}; expected numbers > 0"
             )
-            return PixelScale(factor=1.0, mean=mean, std=std)
-        if len(mean) != channels or len(std) != channels:
-            self.read.problems.append(
-                f"in_channels is {channels}, but {PROCESSOR} has {len(mean)} values of image_mean and {len(std)} of "
-                "image_std"
-            )
+            factor = 1.0
         return PixelScale(factor=float(factor), mean=mean, std=std)
 
-    def _most_pixels(self) -> int:
+    def _by_channel(self, key: str, default: Floats) -> Floats:
+        """Return a number for each channel from the processor's config."""
+        found, channels = self._processor.get(key), self.read.integer("in_channels")
+        values = default if found is None else found
+        if not isinstance(values, list | tuple) or not all(map(is_number, values)):
+            self.read.problems.append(f"{PROCESSOR} has {key} {values!r}; expected numbers")
+        elif len(values) != channels:
+            self.read.problems.append(
+                f"in_channels is {channels}, but {PROCESSOR} has {len(values)} values of {key}"
+            )
+        else:
+            return tuple(map(float, values))
+        return (1.0,) * channels
+
+    def _most_pixels(self, default: int) -> int:
         """Return the most pixels of an image behind the processor, in either spelling of its limit."""
         size, found = self._processor.get("size"), self._processor.get("max_pixels")
         if found is None and isinstance(size, Mapping):
             found = size.get("longest_edge")
-        return found if isinstance(found, int) and found > 0 else MOST_PIXELS
+        return found if isinstance(found, int) and found > 0 else default
 
     def finish(self, config: ModelConfig, spec: VisionSpec) -> ModelConfig:
         """Return the config with its tower; complaints go to those of the whole config.json."""
