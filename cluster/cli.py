@@ -129,6 +129,9 @@ def check(
 
 
 Server = Annotated[str, typer.Argument(help="A running server.")]
+GroupName = Annotated[
+    str | None, typer.Option(help="Name of one group of the pool, as `phalanx status` shows it.")
+]
 LOCAL = "http://127.0.0.1:8000"
 
 
@@ -139,35 +142,42 @@ def drain(
         float | None,
         typer.Option(min=0, help="Seconds for open requests; by default serve.drain_timeout_s."),
     ] = None,
+    group: GroupName = None,
     api_key_env: KeyVariable = OPERATOR_VARIABLE,
 ) -> None:
-    """Let a running server finish its open requests, refuse new ones, and end."""
-    _operate(url, "drain", {"timeout_s": timeout}, api_key_env)
+    """Let a running server, or one group of it, finish its open requests, refuse new ones, and end."""
+    _operate(url, "drain", {"timeout_s": timeout}, group, api_key_env)
 
 
 @app.command()
 def scale(
     ranks: Annotated[int, typer.Argument(min=1, help="Number of ranks.", show_default=False)],
     url: Server = LOCAL,
+    group: GroupName = None,
     api_key_env: KeyVariable = OPERATOR_VARIABLE,
 ) -> None:
     """Change the number of ranks of a running server. Open requests pause, then go on."""
-    _operate(url, "scale", {"ranks": ranks}, api_key_env)
+    _operate(url, "scale", {"ranks": ranks}, group, api_key_env)
 
 
 @app.command()
 def restart(
     url: Server = LOCAL,
     overrides: Overrides = None,
+    group: GroupName = None,
     api_key_env: KeyVariable = OPERATOR_VARIABLE,
 ) -> None:
     """Replace the rank processes of a running server, with new settings. Open requests pause, then go on."""
-    _operate(url, "restart", {"set": overrides or []}, api_key_env)
+    _operate(url, "restart", {"set": overrides or []}, group, api_key_env)
 
 
-def _operate(url: str, operation: str, body: dict[str, Any], api_key_env: str) -> None:
+def _operate(
+    url: str, operation: str, body: dict[str, Any], group: str | None, api_key_env: str
+) -> None:
     from cluster.commands.operate import OperationError, post
 
+    if group is not None:
+        body["group"] = group
     with _user_errors(OperationError, code=1), _user_errors(ValueError):
         answer = post(url, operation, body, api_key_env)
     typer.echo(answer["status"])

@@ -132,10 +132,7 @@ def check(
         task="generate" if model.pooling is None else str(model.pooling),
         images=images_line(config, model),
         ranks=ranks,
-        backends={
-            seam: {"name": choice.name, "reason": choice.reason}
-            for seam, choice in selection.choices.items()
-        },
+        backends=_backend_lines(selection),
         steps={
             "cuda_graphs": graph_reason,
             **overlap,
@@ -153,6 +150,13 @@ def check(
             *too_little_memory(rank_config, session, available_memory()),
         ],
     )
+
+
+def _backend_lines(selection: select.Selection) -> dict[str, dict[str, str]]:
+    return {
+        seam: {"name": choice.name, "reason": choice.reason}
+        for seam, choice in selection.choices.items()
+    }
 
 
 def _checkpoint(model: ModelSection) -> str | None:

@@ -7,7 +7,7 @@ from workers.specs.model import ModelConfig
 
 def images_line(config: PhalanxConfig, model: ModelConfig) -> str:
     """Return which images requests may have, and where the images may come from."""
-    found = image_settings(config)
+    found = image_settings(config, model)
     if found is None:
         left_out = config.model.language_model_only and bool(model.skipped_parts)
         return "none: " + (

@@ -8,15 +8,14 @@ from cluster.api.images.settings import ImageSettings
 from cluster.config.phalanx_config import PhalanxConfig
 from workers.images.limits import ImageLimits
 from workers.models.config_reader import read_json
-from workers.models.registry import configured_model
 from workers.models.vision.reads import read_processor
+from workers.specs.model import ModelConfig
 from workers.specs.vision import GlmVisionSpec
 
 
-def image_settings(config: PhalanxConfig) -> ImageSettings | None:
+def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings | None:
     """Return the settings of images; None if the model takes text alone. Raises BadRequestError for wrong limits."""
-    model, serve, folder = configured_model(config.model), config.serve, config.model.folder
-    spec = model.vision
+    spec, serve, folder = model.vision, config.serve, config.model.folder
     if spec is None:
         return None
     length = config.model.max_model_len

@@ -24,7 +24,7 @@ def api_settings(config: PhalanxConfig, keys: KeyDigests | None = None) -> ApiSe
     serve = config.serve
     keys = keys or KeyDigests()
     several = len(keys.clients) > 1
-    access = serve.access
+    access, model = serve.access, configured_model(config.model)
     return ApiSettings(
         **serve.limits.model_dump(exclude={"keep_alive_s", "rebuild_wait_s", "max_connections"}),
         max_open_choices=open_choices_limit(serve, num_running(config)),
@@ -40,8 +40,8 @@ def api_settings(config: PhalanxConfig, keys: KeyDigests | None = None) -> ApiSe
         max_stored_bytes=serve.responses_store.max_bytes,
         tool_parser=serve.tool_parser,
         reasoning_parser=serve.reasoning_parser,
-        images=image_settings(config),
-        pooling=configured_model(config.model).pooling,
+        images=image_settings(config, model),
+        pooling=model.pooling,
         default_sampling=load_default_sampling(config.model.folder),
     )
 

@@ -6,10 +6,13 @@ GPUs that the other process may not see. The allocation around a tensor is mappe
 
 import ctypes
 import functools
+import logging
 import math
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 Handle = dict[str, Any]  # JSON
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
@@ -81,8 +84,11 @@ class GpuMappings:
         """Unmap all; no copy from them may run any more."""
         while self._bases:
             _, base = self._bases.popitem()
-            with torch.cuda.device(self._device):
-                _call("cuIpcCloseMemHandle", base)
+            try:
+                with torch.cuda.device(self._device):
+                    _call("cuIpcCloseMemHandle", base)
+            except OSError as error:  # a failure of the GPU ends the epoch by itself
+                logger.warning("memory of another process stays mapped: %s", error)
 
 
 class MappedTensor:

@@ -221,7 +221,7 @@ def paged_decode(
     if form == E4M3_WARPS:
         from kernels.triton.warp_decode_fp8 import warp_decode_fp8
 
-        assert sinks_H is None, "single warps serve no sinks"
+        assert sinks_H is None and chunks.shared is None, "single warps serve neither"
         warp_decode_fp8(q_RHd, caches, out_RHd, chunks, scale=scale)
         return
     if exponents:
@@ -249,6 +249,6 @@ def paged_decode(
         maxnreg=form.registers,
     )
     if chunks.cut:
-        shared, table = chunks.shared, chunks.block_table
-        parts = shared and shared_decode(q_RHd, caches, shared, table, scale=scale)
+        tiles, table = chunks.shared, chunks.block_table
+        parts = shared_decode(q_RHd, caches, tiles, table, scale=scale) if tiles else None
         merge_chunks(partial, lse, chunks, out_RHd, parts)

@@ -30,6 +30,7 @@ from kernels.attention.sdpa import SdpaAttention
 from tests.claims import ROOT, row
 from tests.published_configs import PUBLISHED
 from workers.engine import datagram_vote
+from workers.kv_cache import transfers
 from workers.kv_transfer import keeper, row_copies
 from workers.models.registry import parse_model_config
 from workers.overlap import policy
@@ -99,6 +100,15 @@ def api() -> Iterator[str]:
         yield row(f"`{name}`", version)
 
 
+def kv_cache() -> Iterator[str]:
+    """docs/kv-cache.md."""
+    yield f"If {transfers.MIN_GAIN} tokens or more are there"
+    yield f"{keeper.KEEP_S:.0f} s after the last rank of a server"
+    yield f"two buffers of {row_copies.BUFFER_BYTES >> 20} MiB, or of the size of a state"
+    assert transfers.HELD_SHARE == 4
+    yield "Up to a quarter of the KV blocks are held while they are copied"
+
+
 def backends() -> Iterator[str]:
     """docs/backends.md."""
     yield f"on at most {deepep_limits.MAX_SMS} SMs"
@@ -124,12 +134,6 @@ def experts() -> Iterator[str]:
     """docs/experts.md."""
     gpu, cpu = (expert_staging.COMMIT_BYTES[device] >> 20 for device in ("cuda", "cpu"))
     yield f"up to {gpu} MiB on a GPU and {cpu} MiB on a CPU"
-
-
-def kv_cache() -> Iterator[str]:
-    """docs/kv-cache.md."""
-    yield f"{keeper.KEEP_S:.0f} s after the last rank"
-    yield f"two buffers of {row_copies.BUFFER_BYTES >> 20} MiB"
 
 
 def models() -> Iterator[str]:

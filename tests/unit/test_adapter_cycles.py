@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from workers.rank.rank_info import Rendezvous
 from workers.wire.request import EngineRequest
 
 torch.set_num_threads(1)
+MANY = 200
 PROMPT, NUM_TOKENS = [9, 4, 2, 7, 1, 8, 3, 6, 5], 4
 
 
@@ -82,14 +84,15 @@ def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Scene]:
     made.process.close()
 
 
-@pytest.mark.parametrize("cycles", [12, pytest.param(200, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("cycles", [12, pytest.param(MANY, marks=pytest.mark.exhaustive)])
 def test_answers_are_of_their_own_adapter(scene: Scene, cycles: int) -> None:
     """Each cycle loads an adapter; its requests and those of the one before overlap, and one of them is aborted.
 
     The prompt is the same, so a wrong adapter, or blocks of another one in the prefix cache, would show.
     """
-    pool, wanted = scene.store.pools.pool.data_ptr(), {}
+    pool, wanted, resident = scene.store.pools.pool.data_ptr(), {}, []
     for cycle in range(cycles):
+        resident.append(psutil.Process().memory_info().rss)
         number, place = 1000 + cycle, cycle % 3
         scene.stage(number, place)
         for kind, adapter, expected in (
@@ -115,6 +118,9 @@ def test_answers_are_of_their_own_adapter(scene: Scene, cycles: int) -> None:
     assert {name: scene.answers[name] for name in wanted} == wanted
     scene.engine.scheduler.check_integrity()
     assert scene.store.pools.pool.data_ptr() == pool
+    if cycles >= MANY:
+        growth = max(resident[-20:]) - max(resident[: cycles // 2])
+        assert growth < 20 * scene.store.pools.slot_bytes, "100 adapters left no memory behind"
     slots = scene.engine.scheduler.adapters
     assert slots is not None and slots.num_loads >= cycles // 2
     assert scene.engine.scheduler.adapter_vote(None)["adapter_slots"] == 0

@@ -271,11 +271,11 @@ def test_the_commands(server, monkeypatch):
     invoke = CliRunner().invoke
     monkeypatch.setenv("PHALANX_OPERATOR_KEY", "operator")
     assert invoke(app, ["scale", "4", url, "--api-key-env", "MY_KEY"]).output == "done\n"
-    assert invoke(app, ["drain", url, "--timeout", "3"]).exit_code == 0
+    assert invoke(app, ["drain", url, "--timeout", "3", "--group", "g"]).exit_code == 0
     settings = ["--set", "cache.block_size=32", "--set", "overlap.mode=off"]
     assert invoke(app, ["restart", url, *settings]).exit_code == 0
     assert seen[0] == ("/admin/scale", "Bearer secret", {"ranks": 4})
-    assert seen[1] == ("/admin/drain", "Bearer operator", {"timeout_s": 3.0})
+    assert seen[1] == ("/admin/drain", "Bearer operator", {"timeout_s": 3.0, "group": "g"})
     assert seen[2][2] == {"set": ["cache.block_size=32", "overlap.mode=off"]}
     refused = invoke(app, ["scale", "9", url])
     assert refused.exit_code == 1 and "error: no free CPU" in refused.output

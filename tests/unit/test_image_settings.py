@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
+from cluster.api.images.settings import ImageSettings
 from cluster.commands.check import check
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
-from cluster.ingress.image_settings import image_settings
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.ingress import image_settings as subject
 from tests.checkpoints.writer import make_checkpoint
+from workers.models.registry import configured_model
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +31,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def config(folder: Path, **settings: Any) -> Any:
     model = {"path": str(folder), "weights": "dummy", "max_model_len": 512}
     return load_config({"model": model, "cache": {"num_blocks": 64}}, settings)
+
+
+def image_settings(config: PhalanxConfig) -> ImageSettings | None:
+    return subject.image_settings(config, configured_model(config.model))
 
 
 def test_settings_come_from_the_checkpoint(folders: dict[str, Path]) -> None:

@@ -79,7 +79,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingress, "set_up_logging", lambda *_: None)
     monkeypatch.setattr(ingress, "serving_tokenizer", lambda config: tiny_tokenizer())
     monkeypatch.setattr(settings, "load_default_sampling", lambda path: {})
-    monkeypatch.setattr(settings, "configured_model", lambda section: SimpleNamespace(pooling=None))
+    text_alone = SimpleNamespace(pooling=None, vision=None)
+    monkeypatch.setattr(settings, "configured_model", lambda section: text_alone)
     monkeypatch.setattr(settings, "num_gpus", lambda: 0)
     monkeypatch.setattr(settings, "max_num_seqs", lambda config, num_gpus: 4)
 

@@ -31,7 +31,7 @@ class Driver:
 
     def cuIpcCloseMemHandle(self, address: int) -> int:
         self.closed.append(address)
-        return 0
+        return self.error
 
     def cuMemcpyDtoDAsync_v2(self, _target: int, source: int, size: int, stream: int) -> int:
         assert stream == 77
@@ -54,7 +54,9 @@ def handle(number: int, offset: int, slots: int = 4) -> dict[str, Any]:
     return {"slots": slots, "slot_bytes": 12, "offset": offset, "ipc": ipc}
 
 
-def test_an_allocation_is_mapped_once_and_slots_are_found_in_it(driver: Driver) -> None:
+def test_an_allocation_is_mapped_once_and_slots_are_found_in_it(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
     mappings, target = GpuMappings(torch.device("cuda", 0)), torch.zeros(3)
     first, second, other = (
         mappings.open(it) for it in (handle(1, 0), handle(1, 256), handle(2, 8))
@@ -66,9 +68,10 @@ def test_an_allocation_is_mapped_once_and_slots_are_found_in_it(driver: Driver) 
     for slot, wrong in ((4, target), (0, torch.zeros(4)), (0, torch.zeros(3, 2)[:, 0])):
         with pytest.raises(AssertionError):
             first.copy_slot(slot, wrong)
+    driver.error = 700
     mappings.close()
     mappings.close()
-    assert sorted(driver.closed) == [BASE, 2 * BASE]
+    assert sorted(driver.closed) == [BASE, 2 * BASE] and "CUDA error 700" in caplog.text
 
 
 def test_what_cannot_be_mapped_is_an_error_with_the_drivers_number(driver: Driver) -> None:

@@ -11,7 +11,7 @@ from cluster.errors import PoisonRequestError
 from cluster.supervisor.status import GroupHealth
 from tests.unit import ray_fakes
 from tests.unit.client_scene import OfFakes, Scene, run, scene, use_fakes
-from tests.unit.ray_fakes import phalanx_config, until
+from tests.unit.ray_fakes import until
 from tests.unit.test_stream_faults import FarRank, far_scene, whole
 
 
@@ -24,7 +24,7 @@ def rebuilding(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def second_ingress(first: Scene) -> AsyncIterator[Scene]:
     """Another ingress of the same ranks."""
-    client = EngineClient(phalanx_config())
+    client = EngineClient(first.client._config)
     await client.connect()
     try:
         yield Scene(client, first.handle)

@@ -7,6 +7,7 @@ Needs the standard library alone.
 """
 
 import logging
+import math
 import os
 import queue
 import struct
@@ -18,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kernels.host.file_locks import lock_byte
+from kernels.host.owned import start_thread
 from workers.kv_transfer.host_index import Place
 
 logger = logging.getLogger(__name__)
@@ -53,10 +55,9 @@ class DiskTier:
         self._lock = threading.Lock()
         self._blocked_until = 0.0
         self._fd = self._take_folder()
-        self._writer = threading.Thread(target=self._write_all, name="kv-files", daemon=True)
         if self._fd >= 0:
             self._find_files()
-            self._writer.start()
+            self._writer = start_thread(self._write_all, self._fail, "kv-files")
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._sizes
@@ -163,6 +164,12 @@ class DiskTier:
             self._sizes[name_bytes] = size
             self._used += size
         self._make_room(0)
+
+    def _fail(self, error: BaseException) -> None:
+        """Write no more files: the thread that writes them has ended."""
+        self._blocked_until = math.inf
+        self._counts["disk_errors"] += 1
+        logger.error("the file tier has ended", exc_info=error)
 
     def _write_all(self) -> None:
         while (job := self._writes.get()) is not None:
