@@ -98,9 +98,8 @@ def check(
 ) -> CheckReport:
     """Resolve a valid configuration of one group; num_api_keys None = count the keys that the server would load.
 
-    Raises BackendChoiceError when a named backend cannot run, GraphsUnavailableError without CUDA graphs where they are
-    demanded, ApiKeyError for keys, ConfigError for traces without their library, an adapter that cannot be loaded,
-    overlap.comm_sms that leaves nothing of the GPU, too large weights, or too many ranks for this machine.
+    Raises BackendChoiceError for a named backend that cannot run, GraphsUnavailableError, ApiKeyError, and ConfigError
+    for traces without their library, adapters, overlap.comm_sms, too large weights, or too many ranks for this machine.
     """
     use_cache_folder(config.kernels.cache)
     check_tracing(config.serve.tracing)
