@@ -166,9 +166,11 @@ def forward(model: FakeModel, collector: PromptLogprobs, work: list[tuple[Sequen
         for seq, count in work
     ]
     states = torch.cat([*hidden, padding])
-    found = collector.collect(parts, starts, states, lambda rows, _: model.compute_logits(rows))
+    lens = np.array([seq.num_computed_tokens + count for seq, count in work], dtype=np.int32)
     for seq, count in work:
         seq.num_computed_tokens += count
+    place = starts, lens, states
+    found = collector.collect(parts, *place, lambda rows, _: model.compute_logits(rows))
     return found and {name: parts.lists() for name, parts in found.items()}
 
 

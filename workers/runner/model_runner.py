@@ -229,7 +229,8 @@ class ModelRunner:
         hidden_TD, _, _, counts_Ls = forwarded
         # A step that completes a prompt also samples its first token.
         starts, rows = batch.query_start_loc_cpu, partial(prompt_logits, self.model)
-        prompts = self._prompt_logprobs.collect(scheduled.parts, starts, hidden_TD, rows)
+        place = starts, batch.seq_lens_cpu, hidden_TD
+        prompts = self._prompt_logprobs.collect(scheduled.parts, *place, rows)
         vectors = self._pooling.collect(scheduled, starts, hidden_TD)
         clock.mark()
 

@@ -118,12 +118,14 @@ class PromptLogprobs:
         self,
         parts: list[ScheduledSequence],
         query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
         hidden_TD: torch.Tensor,
         compute_logits: ComputeLogits,
     ) -> CompletePrompts | None:
         """Add the hidden states of a forward; return the prompts that are now complete, None without any.
 
-        query_start_loc int32 [B+1]: start of each sequence's new tokens in hidden_TD. The sequences have not advanced.
+        query_start_loc   int32 [B+1]: start of each sequence's new tokens in hidden_TD
+        seq_lens          int32 [B]: tokens of each sequence, the new ones included. The sequences may have advanced.
         """
         if not self._unfinished:
             return None
@@ -134,10 +136,9 @@ class PromptLogprobs:
             if found is None:
                 continue
             assert part.kind is PROMPT, f"{part.kind=}"
-            assert seq.num_computed_tokens == found.num_targets, (
-                f"{seq.num_computed_tokens=}, {found.num_targets=}"
-            )
             first, last = query_start_loc[index : index + 2]
+            start = seq_lens[index] - (last - first)
+            assert start == found.num_targets, f"{start=}, {found.num_targets=}"
             prompt = seq.request.prompt_token_ids
             # Each position predicts the next token; the last position of the prompt predicts the first output.
             targets = prompt[found.num_targets + 1 : found.num_targets + 1 + last - first]
