@@ -9,7 +9,6 @@ from kernels.all2all.base import AllToAll
 from kernels.backends.select import Selection
 from kernels.host.hopper import on_hopper
 from workers.config import OverlapConfig, RankConfig, SchedulerConfig
-from workers.images.limits import ImageLimits
 from workers.overlap.policy import OverlapPolicy, configured, too_many_sms
 from workers.rank.device_memory import size
 from workers.runner.graph_sizes import NO_PROMPTS, GraphSizes, graphs_off, graphs_to_capture
@@ -143,15 +142,3 @@ def never_reached(config: OverlapConfig, scheduler: SchedulerConfig) -> Iterator
         least, limit = getattr(config, key), getattr(scheduler, most)
         if config.mode != "off" and least != "auto" and least > limit:
             yield f"overlap.{key} is {least}, but scheduler.{most} is {limit}: no such step is ever cut"
-
-
-def image_line(config: RankConfig, model: ModelConfig) -> dict[str, str]:
-    """Which images a rank takes, and how the vision tower runs beside steps; {} for a model without a tower."""
-    if model.vision is None:
-        return {"images": "off: the vision tower is left out"} if model.skipped_parts else {}
-    limits = ImageLimits.of(config, model.vision)
-    found = (
-        f"up to {limits.image:,} tokens an image, {limits.per_step:,} tokens of images beside a step, embeddings of "
-        f"{limits.cache:,} tokens are kept"
-    )
-    return {"images": found}

@@ -45,8 +45,8 @@ def test_limits_follow_the_processor_and_the_context(folder: Path, tmp_path: Pat
 
 def test_check_prints_images_and_counts_their_memory(folder: Path) -> None:
     report = checked(folder, scheduler={"max_image_tokens": 100}, cache={"image_tokens": 200})
-    assert report.steps["images"].startswith("up to 100 tokens an image, 256 tokens of images")
-    assert report.steps["images"].endswith("embeddings of 200 tokens are kept")
+    assert "each of at most 100 tokens" in report.images
+    assert report.images.endswith("; 256 tokens beside a step, embeddings of 200 are kept")
     more = checked(folder, scheduler={"max_image_tokens": 100}, cache={"image_tokens": 300})
     outputs = 3 * 64 * 4  # of a token: its embedding, and what two layers add, in float32
     assert more.ranks[0].buffer_bytes - report.ranks[0].buffer_bytes == 100 * outputs
@@ -55,7 +55,7 @@ def test_check_prints_images_and_counts_their_memory(folder: Path) -> None:
 
 def test_a_language_model_only_has_no_tower(folder: Path) -> None:
     report = checked(folder, model={"language_model_only": True})
-    assert report.steps["images"] == "off: the vision tower is left out"
+    assert report.images == "none: model.language_model_only leaves the vision tower out"
     warning = "the vision tower of the checkpoint is not loaded: only text is served"
     assert warning in report.warnings
     config = rank_config(folder, 1, model={"language_model_only": True})

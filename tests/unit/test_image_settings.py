@@ -112,13 +112,13 @@ def test_mistakes(folders: dict[str, Path], settings: dict[str, Any], message: s
 
 def test_what_check_prints(folders: dict[str, Path]) -> None:
     report = check(config(folders["glm4v_moe"]))
-    assert report.images == (
-        "up to 16 a request, each of at most 512 tokens (64 pixels a token); from data URLs"
+    assert report.images.startswith(
+        "up to 16 a request, each of at most 512 tokens (64 pixels a token); from data URLs; 256"
     )
     domains = {"serve.allowed_media_domains": ["images.example"]}
     report = check(config(folders["qwen3_vl_moe"], **domains))
     assert "at most 1024 tokens" in report.images
-    assert report.images.endswith("data URLs, http(s) URLs of images.example")
+    assert "; from data URLs, http(s) URLs of images.example; " in report.images
     blind = check(config(folders["qwen3_vl_moe"], **{"model.language_model_only": True}))
     assert blind.images == "none: model.language_model_only leaves the vision tower out"
     assert check(config(folders["text"])).images == "none: the model takes text alone"
