@@ -191,7 +191,9 @@ def reasons_to_vote(step: int, awaited: int, has_inbox: bool) -> tuple[bool, boo
     engine._step, engine._awaited_step, engine._stopping = step, -1, False
     engine._failure, engine._inbox = None, [None] if has_inbox else []  # type: ignore[assignment]
     engine._awaited_step = awaited
-    engine.scheduler = SimpleNamespace(settle=lambda *, idle: None, has_work=False)  # type: ignore[assignment]
+    cache = SimpleNamespace(transfers=None)
+    scheduler: Any = SimpleNamespace(settle=lambda *, idle: None, has_work=False, cache=cache)
+    engine.scheduler = scheduler
     engine._outbox = SimpleNamespace(send_held=lambda: None)  # type: ignore[assignment]
     return engine._must_vote(), engine._woken_by_peer()
 

@@ -382,8 +382,11 @@ class Engine:
 
     def _must_vote(self) -> bool:
         """Whether a sleeping rank has a reason to vote, such as a sequence that has waited for KV."""
-        self.scheduler.settle(idle=True)
-        self._outbox.send_held()
+        with self._carried():
+            self.scheduler.settle(idle=True)
+            self._outbox.send_held()
+            if self.scheduler.cache.transfers is not None:
+                self.stats.record_idle(self.scheduler)  # a save that ends gives its blocks back
         told = self._stopping or self.failed or bool(self._inbox)
         return told or self.scheduler.has_work or self._woken_by_peer()
 
