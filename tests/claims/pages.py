@@ -100,7 +100,12 @@ def configuration() -> Iterator[str]:
     found = load("cpu-speculation")
     host, ratios = found["host"], {(it["load"], it["in_flight"]): it for it in found["loads"]}
     assert found["clean_tree"] and host["clean_tree"]
-    assert not any(pair["different"] for it in found["loads"] for pair in it["pairs"])
+    different = {"repeating": 0, "random": 0}
+    for it in found["loads"]:
+        different[it["load"]] += sum(pair["different"] for pair in it["pairs"])
+    assert different["repeating"] == 0, "greedy answers are equal"
+    sampled = sum(3 * it["in_flight"] * len(it["pairs"]) for it in found["loads"]) // 2
+    yield f"No greedy answer differed; of {sampled} sampled ones {different['random']} did"
     for one in host["steps"]:
         times = (one[side]["ahead"] for side in ("off", "on"))
         both = f"{one['ahead_ratio']:.1f}", f"{one['host_ratio']:.1f}"
