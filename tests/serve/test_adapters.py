@@ -119,6 +119,7 @@ def test_adapters_come_and_go_and_outlive_failures(
         listed(server, "fr", "de")
         server.ranks()[0].kill()
         assert open_one.result(120) == whole, "the request goes on with its adapter"
+        server.wait_line("serving, epoch 1")  # the request may have ended before the rebuild
         missing = httpx.post(f"{server.url}/v1/completions", json={"model": "es", "prompt": [1]})
         assert missing.status_code == 404 and "'de', 'fr'" in missing.text
 
