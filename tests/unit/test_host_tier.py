@@ -3,12 +3,15 @@
 import os
 import signal
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
 from tests.kv_tier_case import LAYOUTS, TierCase, damaged_rows, there_and_back, tier_case
+from workers.kv_transfer import keeper_client
 from workers.kv_transfer.connector import Transfer
+from workers.kv_transfer.keeper_client import KeeperClient
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -44,6 +47,24 @@ def test_a_killed_keeper_costs_its_contents_and_no_more(monkeypatch):
         assert case.run(Transfer(items), load=True).done == set()
         assert case.run(Transfer(items), load=False).done == {item.name for item in items}
         assert case.run(Transfer(items), load=True).done == {item.name for item in items}
+
+
+def test_a_keeper_that_ends_while_a_rank_connects_has_a_successor(monkeypatch):
+    connect, tried = keeper_client._connect, []
+
+    def first_to_one_that_ends(config):
+        tried.append(config)
+        if len(tried) > 1:
+            return connect(config)
+        ours, theirs = Pipe()
+        theirs.close()
+        return ours
+
+    with tier_case("cpu", "heads") as case:
+        assert keeper_pid(case)
+        monkeypatch.setattr(keeper_client, "_connect", first_to_one_that_ends)
+        KeeperClient(case.tier._config).close()
+        assert len(tried) == 2
 
 
 def test_forgotten_contents_are_not_found_and_not_saved_late():

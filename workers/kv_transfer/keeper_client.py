@@ -22,6 +22,8 @@ from workers.kv_transfer.host_index import Place
 from workers.kv_transfer.keeper import KeeperConfig, address_of, check_peer
 
 START_S = 20.0
+ATTEMPTS = 3
+"""Connections that are tried: the socket of a process that was killed takes connections until the last moment."""
 ANSWER_S = 60.0
 """Time for an answer, in which the keeper may read files."""
 ROOT = str(Path(__file__).parents[2])
@@ -44,11 +46,8 @@ class KeeperClient:
     """
 
     def __init__(self, config: KeeperConfig):
-        self._connection = _connect(config)
+        where = self._attach(config)
         try:
-            where = self._ask("attach")
-            if start_ticks(where["pid"]) != where["started"]:
-                raise KeeperLostError(f"process {where['pid']} has ended")
             fd = os.open(f"/proc/{where['pid']}/fd/{where['fd']}", os.O_RDWR)
             try:
                 self._map = mmap.mmap(fd, where["hint_bytes"] + where["num_bytes"])
@@ -60,6 +59,21 @@ class KeeperClient:
         whole = memoryview(self._map)
         self.hints = Hints(whole[: where["hint_bytes"]])
         self.memory = whole[where["hint_bytes"] :]
+
+    def _attach(self, config: KeeperConfig) -> dict[str, Any]:
+        """Connect; return where the memory is. A keeper that ends meanwhile has a successor."""
+        for left in reversed(range(ATTEMPTS)):
+            self._connection = _connect(config)
+            try:
+                where: dict[str, Any] = self._ask("attach")
+                if start_ticks(where["pid"]) == where["started"]:
+                    return where
+                raise KeeperLostError(f"process {where['pid']} has ended")
+            except OSError:
+                self._connection.close()
+                if not left:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
 
     def layout(self, compatibility: bytes, unit_bytes: int, window_blocks: int) -> int:
         """Agree on the form of contents; return the number of units in the memory."""
