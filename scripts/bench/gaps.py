@@ -9,19 +9,15 @@ import argparse
 import asyncio
 import json
 import random
-import tempfile
 import time
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import httpx
 import numpy as np
 
-from scripts.bench import ROOT
 from scripts.bench.results import add_options, origin, save
-from scripts.bench.servers import ServerProcess, free_port, phalanx_command
+from scripts.bench.server_turns import in_turns
 from scripts.bench.sessions import NUM_IDS
 
 SHARED = ["cluster.ranks=4", "cache.host_memory_gib=0.5"]
@@ -49,39 +45,18 @@ def main() -> None:
     report = origin(0, options.commit, served=True)
     names = ("chats", "seconds", "rounds", "every_s", "long", "output")
     report["load"] = {name: getattr(options, name) for name in names}
-    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
-        report["modes"] = measure(options, Path(folder))
+    rounds = range(-1, options.rounds)  # the first round warms up
+    report["modes"] = in_turns(
+        MODES,
+        options.set,
+        lambda url, number: asyncio.run(_Round(options, url, number).run()),
+        rounds,
+        digits=2,
+    )
     one, split = (report["modes"][mode]["gap_p99_ms"] for mode in MODES)
     report["gap_p99_of_one_group"] = round(split / one, 3)
     save(options.out, report)
     print(json.dumps({name: report[name] for name in ("modes", "gap_p99_of_one_group")}, indent=1))
-
-
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the figures of both servers."""
-    servers: dict[str, ServerProcess] = {}
-    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
-    try:
-        for mode, settings in MODES.items():
-            port = free_port()
-            config = ROOT / "configs" / "local.yaml"
-            own = [f"serve.app_name=bench-{port}", *settings, *options.set]
-            command = phalanx_command(config, port, own)
-            servers[mode] = ServerProcess(command, port, "demo", folder / f"{port}.log")
-        for number in range(-1, options.rounds):  # the first round warms up
-            for mode in list(MODES) if number % 2 else list(MODES)[::-1]:
-                figures = asyncio.run(_Round(options, servers[mode].url, number).run())
-                print(number, mode, figures, flush=True)
-                if number >= 0:
-                    found[mode].append(figures)
-    finally:
-        for server in servers.values():
-            server.stop()
-    return {
-        mode: {name: round(median(one[name] for one in rounds), 2) for name in rounds[0]}
-        | {"rounds": rounds}
-        for mode, rounds in found.items()
-    }
 
 
 class _Round:

@@ -10,17 +10,13 @@ import argparse
 import asyncio
 import json
 import random
-import tempfile
 import time
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import httpx
 
-from scripts.bench import ROOT
 from scripts.bench.results import add_options, origin, save
-from scripts.bench.servers import ServerProcess, free_port, phalanx_command
+from scripts.bench.server_turns import in_turns
 
 MODES = {"sticky": [], "load alone": ["serve.prefix_lead=0"]}
 NUM_IDS = 4000  # of the demo's vocabulary, without its special tokens
@@ -42,37 +38,16 @@ def main() -> None:
     report = origin(0, options.commit, served=True)
     names = ("sessions", "turns", "rounds", "first", "new", "output", "pause_s")
     report["load"] = {name: getattr(options, name) for name in names}
-    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
-        report["modes"] = measure(options, Path(folder))
+    rounds = range(options.rounds)
+    report["modes"] = in_turns(
+        MODES,
+        options.set,
+        lambda url, number: asyncio.run(_Round(options, url, number).run()),
+        rounds,
+        digits=3,
+    )
     save(options.out, report)
     print(json.dumps(report["modes"], indent=1))
-
-
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the figures of both servers."""
-    servers: dict[str, ServerProcess] = {}
-    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
-    try:
-        for mode, settings in MODES.items():
-            port = free_port()
-            command = phalanx_command(
-                ROOT / "configs" / "local.yaml",
-                port,
-                [f"serve.app_name=bench-{port}", *settings, *options.set],
-            )
-            servers[mode] = ServerProcess(command, port, "demo", folder / f"{port}.log")
-        for number in range(options.rounds):
-            for mode in list(MODES) if number % 2 else list(MODES)[::-1]:
-                found[mode].append(asyncio.run(_Round(options, servers[mode].url, number).run()))
-                print(mode, found[mode][-1], flush=True)
-    finally:
-        for server in servers.values():
-            server.stop()
-    return {
-        mode: {name: round(median(one[name] for one in rounds), 3) for name in rounds[0]}
-        | {"rounds": rounds}
-        for mode, rounds in found.items()
-    }
 
 
 class _Round:
