@@ -185,11 +185,9 @@ class EngineClient(OperatorCalls):
         if self._failure is not None:
             return False, self._failure
         healths = [group.health for group in self._groups]
-        return (
-            (False, status.reasons_of(healths))
-            if all(health.ended for health in healths)
-            else (True, "")
-        )
+        if all(health.ended for health in healths):
+            return False, status.reasons_of(healths)
+        return True, ""
 
     def check(self) -> None:
         """Raise EngineDeadError when a task of this client has ended, so that its ingress must be replaced."""

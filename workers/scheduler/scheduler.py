@@ -94,7 +94,7 @@ class Scheduler:
             seq.grammar = grammar
             seq.order = (request.priority, next(self._arrivals))
             self._by_id[request.request_id] = seq
-            if self._holds_images(seq, self.cache.lookup(seq)):
+            if seq.images is None or self._holds_images(seq, self.cache.lookup(seq)):
                 insort(self.waiting, seq, key=_by_order)
         return error
 
