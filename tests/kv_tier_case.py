@@ -14,6 +14,7 @@ from workers.kv_transfer.connector import Item, Transfer
 from workers.kv_transfer.contents import CacheContents, Rows, block_pieces
 from workers.kv_transfer.host_tier import HostTier
 from workers.kv_transfer.keeper import KeeperConfig
+from workers.kv_transfer.keeper_client import KeeperClient
 
 LAYOUTS = {
     "heads": PagedHeads(2, 64),
@@ -110,6 +111,16 @@ def tier_case(
         tier.close()
 
 
+@contextmanager
+def second_client(case: TierCase) -> Iterator[KeeperClient]:
+    """A connection of the test: the one of the tier belongs to the tier's thread."""
+    client = KeeperClient(case.tier._config)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
 def there_and_back(case: TierCase) -> None:
     """Blocks and a state come back byte for byte into other places, beside contents that were never saved."""
     items = [*case.blocks(list(range(40))), case.state(2, 39)]
@@ -130,12 +141,11 @@ def damaged_rows(case: TierCase) -> None:
     """A row that changed in host memory is not used, and is gone."""
     items = case.blocks([0, 1, 2])
     case.run(Transfer(items), load=False)
-    client = case.tier._client
-    assert client is not None
-    ((units, _, _),) = client.find([items[1].name])  # type: ignore[misc]
-    client.release([])
     size = case.tier._unit_bytes
-    client.memory[units[0] * size + size // 3] ^= 4
+    with second_client(case) as client:
+        client.layout(case.contents.compatibility, size, 0)
+        ((units, _, _),) = client.find([items[1].name])  # type: ignore[misc]
+        client.memory[units[0] * size + size // 3] ^= 4
     assert case.run(Transfer(items), load=True).done == {items[0].name, items[2].name}
     assert case.run(Transfer(items), load=True).done == {items[0].name, items[2].name}
     assert case.tier.counts()["missed"] == 1

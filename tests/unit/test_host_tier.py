@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.kv_tier_case import LAYOUTS, TierCase, damaged_rows, there_and_back, tier_case
+from tests.kv_tier_case import (
+    LAYOUTS,
+    TierCase,
+    damaged_rows,
+    second_client,
+    there_and_back,
+    tier_case,
+)
 from workers.kv_transfer import keeper_client
 from workers.kv_transfer.connector import Transfer
 from workers.kv_transfer.keeper_client import KeeperClient
@@ -26,11 +33,10 @@ def test_damaged_rows_are_not_used():
 
 
 def keeper_pid(case: TierCase) -> int:
-    client = case.tier._client
-    assert client is not None
     inode = f"@phalanx-kv-{case.tier._config.name}"
     assert inode in Path("/proc/net/unix").read_text()
-    return int(client._ask("attach")["pid"])
+    with second_client(case) as client:
+        return int(client._ask("attach")["pid"])
 
 
 def test_a_killed_keeper_costs_its_contents_and_no_more(monkeypatch):
