@@ -1,6 +1,8 @@
 """What ranks and threads do to the store of a node at the same time, in an order that each test sets."""
 
 import os
+import select
+import signal
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -9,10 +11,13 @@ from typing import Any
 import pytest
 
 from kernels.host.processes import start_ticks
-from tests.unit.test_kv_store import FORM, chain, read, tier, write
-from workers.kv_transfer import disk_tier
+from tests.unit.test_kv_store import FORM, chain, keeper_config, read, tier, write
+from workers.kv_transfer import disk_tier, keeper_client
 from workers.kv_transfer.host_index import HostIndex
 from workers.kv_transfer.keeper import Keeper, KeeperConfig
+from workers.kv_transfer.keeper_client import KeeperClient
+
+__all__ = ["keeper_config"]  # a fixture
 
 
 class Store:
@@ -115,3 +120,40 @@ def test_files_beyond_the_bound_are_deleted_at_the_start_and_were_never_entered(
     assert list(again.changes) == [(name, True) for name in again.names()]
     assert len(again.names()) == 2
     again.close()
+
+
+def test_a_keeper_that_ends_behind_its_answer_has_a_successor(keeper_config, monkeypatch):
+    ask, tried = KeeperClient._ask, list[int]()
+
+    def ask_and_lose(client: KeeperClient, kind: str, *arguments: object) -> Any:
+        answer = ask(client, kind, *arguments)
+        if kind == "attach":
+            tried.append(answer["pid"])
+        if len(tried) == 1:
+            process = os.pidfd_open(answer["pid"])
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            assert select.select([process], [], [], 60)[0], "the keeper has not ended"
+            os.close(process)
+        return answer
+
+    monkeypatch.setattr(KeeperClient, "_ask", ask_and_lose)
+    client = KeeperClient(keeper_config)
+    assert len(set(tried)) == 2 and client.counts()["evicted"] == 0
+    client.leave()
+    client.close()
+
+
+def test_a_keeper_that_ends_before_a_rank_connects_is_started_again(keeper_config, monkeypatch):
+    start, started = keeper_client._start, list[KeeperConfig]()
+
+    def start_in_vain_first(config: KeeperConfig) -> None:
+        """What starts finds the address of a keeper that then ends."""
+        started.append(config)
+        if len(started) > 1:
+            start(config)
+
+    monkeypatch.setattr(keeper_client, "_start", start_in_vain_first)
+    client = KeeperClient(keeper_config)
+    assert len(started) == 2
+    client.leave()
+    client.close()
