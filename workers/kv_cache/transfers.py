@@ -96,6 +96,11 @@ class BlockTransfers:
         """Transfers that have not ended."""
         return len(self._loads) + len(self._saves)
 
+    @property
+    def num_begun(self) -> int:
+        """Transfers that have begun."""
+        return self.num_ended + self.num_open
+
     def comes(self, key: bytes) -> bool:
         """Return whether the block of `key` is loaded now."""
         return key in self._coming
