@@ -1,6 +1,8 @@
 """A host tier over caches of a device, without a scheduler: contents go out and come back, or are not found."""
 
 import os
+import select
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +23,16 @@ LAYOUTS = {
     "fp8": PagedFp8Heads(2, 64),
     "latents": PagedLatents(576),
 }
+
+
+def kill_process(pid: int) -> None:
+    """Kill a process and wait for its end: nothing may reap an orphan, which stays a zombie then."""
+    process = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        assert select.select([process], [], [], 60)[0], "the process has not ended"
+    finally:
+        os.close(process)
 
 
 def key(*path: object) -> bytes:

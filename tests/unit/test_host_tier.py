@@ -1,8 +1,5 @@
 """The host tier of a CPU: bytes come back equal or not at all, whatever ends meanwhile."""
 
-import os
-import select
-import signal
 import time
 from multiprocessing import Pipe
 from pathlib import Path
@@ -15,6 +12,7 @@ from tests.kv_tier_case import (
     TierCase,
     damaged_rows,
     keeper_config,
+    kill_process,
     second_client,
     there_and_back,
     tier_case,
@@ -43,22 +41,12 @@ def keeper_pid(case: TierCase) -> int:
         return int(client._ask("attach")["pid"])
 
 
-def kill_keeper(case: TierCase) -> None:
-    """Kill it and wait for its end."""
-    process = os.pidfd_open(keeper_pid(case))
-    try:
-        signal.pidfd_send_signal(process, signal.SIGKILL)
-        assert select.select([process], [], [], 60)[0], "the keeper has not ended"
-    finally:
-        os.close(process)
-
-
 def test_a_killed_keeper_costs_its_contents_and_no_more(monkeypatch):
     monkeypatch.setattr("workers.kv_transfer.host_tier.RETRY_S", 0.1)
     with tier_case("cpu", "heads") as case:
         items = case.blocks([0, 1, 2])
         case.run(Transfer(items), load=False)
-        kill_keeper(case)
+        kill_process(keeper_pid(case))
         assert case.run(Transfer(items), load=True).done == set()
         assert case.tier.counts()["lost"] >= 1
         assert case.tier.wait_ready(60), "the tier does not connect again"
@@ -109,7 +97,7 @@ def test_what_was_forgotten_without_a_keeper_is_not_found_in_a_file(tmp_path, mo
         while len(list(tmp_path.glob("*/*.kv"))) < 3:
             assert time.monotonic() < deadline, "the files are not written"
             time.sleep(1e-3)
-        kill_keeper(case)
+        kill_process(keeper_pid(case))
         assert case.run(Transfer(items), load=True).done == set()
         case.tier.forget([items[1].name])
         case.tier._next_attempt = 0.0

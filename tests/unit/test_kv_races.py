@@ -1,8 +1,6 @@
 """What ranks and threads do to the store of a node at the same time, in an order that each test sets."""
 
 import os
-import select
-import signal
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 
 from kernels.host.processes import start_ticks
+from tests.kv_tier_case import kill_process
 from tests.unit.test_kv_store import FORM, chain, keeper_config, read, tier, write
 from workers.kv_transfer import disk_tier, keeper_client
 from workers.kv_transfer.host_index import HostIndex
@@ -130,10 +129,7 @@ def test_a_keeper_that_ends_behind_its_answer_has_a_successor(keeper_config, mon
         if kind == "attach":
             tried.append(answer["pid"])
         if len(tried) == 1:
-            process = os.pidfd_open(answer["pid"])
-            signal.pidfd_send_signal(process, signal.SIGKILL)
-            assert select.select([process], [], [], 60)[0], "the keeper has not ended"
-            os.close(process)
+            kill_process(answer["pid"])
         return answer
 
     monkeypatch.setattr(KeeperClient, "_ask", ask_and_lose)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from kernels.host.processes import start_ticks
+from kernels.host.processes import runs, start_ticks
 from workers.kv_transfer.disk_tier import DiskTier
 from workers.kv_transfer.hints import Hints, hint_bytes
 from workers.kv_transfer.host_index import Entry, HostIndex, Place
@@ -289,7 +289,7 @@ def serve(config: KeeperConfig, listener: socket.socket) -> None:
     """Keep the store until its end."""
     keeper, lost_at = Keeper(config), time.monotonic()
     try:
-        while _lives(config.owner):
+        while runs(*config.owner):
             ready = wait([*keeper.connections, listener], POLL_S)
             for it in ready:
                 if it is listener:
@@ -316,12 +316,6 @@ def _accepted(listener: socket.socket) -> Connection | None:
         peer.close()
         return None
     return Connection(peer.detach())
-
-
-def _lives(owner: tuple[int, int]) -> bool:
-    with suppress(OSError):
-        return start_ticks(owner[0]) == owner[1]
-    return False
 
 
 def main() -> None:
