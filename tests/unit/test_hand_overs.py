@@ -1,71 +1,20 @@
-"""Ends that an engine holds back until KV is in its place: they are published whatever the place does."""
+"""Transfers between an engine and another place: no end waits for ever, and nothing forgotten comes back."""
 
 import threading
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from tests.unit.other_place import OtherPlace, transfers_to
 from tests.unit.test_engine import Alone
 from workers.engine import hand_overs
-from workers.kv_cache.transfers import BlockTransfers
-from workers.kv_transfer.connector import KVConnector, Transfer
 from workers.wire.request import EngineRequest, SamplingParams
-
-
-class OtherPlace(KVConnector):
-    """Ends saves as they begin, as a host tier without its keeper does, or when the test ends them."""
-
-    place = "other"
-
-    def __init__(self, *, at_once: bool):
-        super().__init__()
-        self._at_once = at_once
-        self.open: list[Transfer] = []
-        self._ended: list[Transfer] = []
-
-    def bind(self, contents: Any) -> None:
-        pass
-
-    def unbind(self) -> None:
-        self.end()
-
-    def found(self, request: EngineRequest, keys: list[bytes]) -> tuple[bytes, ...]:
-        return ()
-
-    def load(self, transfer: Transfer) -> None:
-        raise AssertionError("nothing is found")
-
-    def save(self, transfer: Transfer) -> None:
-        self.open.append(transfer)
-        if self._at_once:
-            self.end()
-
-    def end(self) -> None:
-        self._ended += self.open
-        self.open.clear()
-        self.on_ended()
-
-    def ended(self) -> list[Transfer]:
-        found, self._ended = self._ended, []
-        return found
-
-    def close(self) -> None:
-        pass
 
 
 def holding(*, at_once: bool) -> tuple[Alone, OtherPlace]:
     """An engine that has computed the prompt of "a" and holds its end back."""
     alone, place = Alone(), OtherPlace(at_once=at_once)
-    cache, contents = alone.scheduler.cache, SimpleNamespace(blocks=SimpleNamespace(row_bytes=1))
-    cache.transfers = BlockTransfers(
-        cache.groups,
-        cache.block_size,
-        cache.num_blocks,
-        [place],
-        contents,  # type: ignore[arg-type]
-    )
-    cache.transfers._most_held = 1  # one block is saved after the other
+    transfers = transfers_to(place, alone.scheduler.cache)
+    transfers._most_held = 1  # one block is saved after the other
     place.on_ended = lambda: alone.engine.wake(-1)
     params = SamplingParams(max_tokens=1)
     alone.engine.submit(
@@ -113,3 +62,24 @@ def test_an_end_is_not_that_of_a_later_request_with_its_id() -> None:
         place.end()
     assert [tokens for _, _, tokens, _ in alone.sent] == [[17], *([n] for n in range(2, 22))]
     assert "a" not in alone.engine.open_requests
+
+
+def test_contents_that_are_forgotten_while_they_are_loaded_are_not_used() -> None:
+    alone, place = Alone(), OtherPlace()
+    alone.submit("first", prompt_tokens=33, max_tokens=1)
+    alone.engine.step()
+    cache = alone.scheduler.cache
+    keys = list(cache.pool._block_of)
+    cache.pool.forget(keys)
+    place.names.update(keys)
+    transfers = transfers_to(place, cache)
+    alone.submit("a", prompt_tokens=33, max_tokens=1)
+    alone.engine.step()
+    assert transfers.num_waiting == 1 and len(place.open[0].items) == 8
+    transfers.forget([keys[5]])
+    assert not transfers.comes(keys[5]) and transfers.comes(keys[4])
+    place.end()
+    alone.engine.step()
+    assert [name for _, name, tokens, _ in alone.sent if tokens] == ["first", "a"]
+    assert cache.num_hits == 5 * cache.block_size
+    assert not transfers.num_waiting and not any(map(transfers.comes, keys))
