@@ -73,7 +73,7 @@ def rank_config(
         num_nodes=hosts,
         device=device,
         threads=1,
-        vote_timeout_s=30,
+        vote_timeout_s=60,
     )
 
 
@@ -166,10 +166,10 @@ def run_rank(
     check_every_step()
     process = RankProcess(rank_index, config)
     try:
-        epoch = Epoch(process, rendezvous, 30)
+        epoch = Epoch(process, rendezvous, 60)
         epoch.load()
         epoch.start_engine(publish, lambda step: None)
-        assert process.kv_places.wait_ready(20), "the host tier has not started"
+        assert process.kv_places.wait_ready(60), "the host tier has not started"
         _never_wait_outside(epoch.engine.scheduler)
         if keep_logits:
             _record_logits(epoch.engine, result)
@@ -238,7 +238,7 @@ def _never_wait_outside(scheduler: Any) -> None:
 
 def _await_transfers(scheduler: Any) -> None:
     """End all transfers."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (transfers := scheduler.cache.transfers) is not None and transfers.num_open:
         assert time.monotonic() < deadline, "a transfer does not end"
         time.sleep(1e-4)

@@ -221,7 +221,7 @@ class RankPool:
                 try:
                     found[rank] = pickle.loads(conn.recv_bytes())
                 except (EOFError, OSError):
-                    self._ranks[rank].process.join(5)
+                    self._ranks[rank].process.join(60)
                     code = self._ranks[rank].process.exitcode
                     found[rank] = RankFailure("EOFError", f"rank {rank} died, exit code {code}")
         return found

@@ -189,7 +189,7 @@ def test_an_error_in_a_ubatch_stops_all_and_the_next_group_serves(
         arguments = (broken, [first, second], failing_ubatch, prompt)
         outcomes = rank_pool.run(_fail_and_live_again, 2, *arguments, with_group=False)
     assert outcomes[1].error == "RuntimeError: the product failed"
-    assert outcomes[1].seconds < 1, "the error did not surface at once"
+    assert outcomes[1].seconds < broken.vote_timeout_s, "the error did not surface at once"
     assert outcomes[0].seconds < 30, "the other rank did not notice"
     for outcome in outcomes:
         assert outcome.later.tokens == {"second": references[6].tokens}
