@@ -167,7 +167,7 @@ class RankPool:
         fn: Callable[..., Any],
         num_ranks: int,
         *args: Any,
-        timeout_s: float = 60,
+        timeout_s: float = 120,
         with_group: bool = True,
         backend: str = "gloo",
     ) -> list[Any]:
@@ -192,7 +192,7 @@ class RankPool:
         fn: Callable[..., Any],
         num_ranks: int,
         *args: Any,
-        timeout_s: float = 60,
+        timeout_s: float = 120,
         with_group: bool = True,
         backend: str = "gloo",
     ) -> list[Any]:
