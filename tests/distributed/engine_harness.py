@@ -76,7 +76,7 @@ def rank_config(
         num_nodes=hosts,
         device=device,
         threads=1,
-        vote_timeout_s=30,
+        vote_timeout_s=60,
     )
 
 
@@ -169,7 +169,7 @@ def run_rank(
     check_every_step()
     process = RankProcess(rank_index, config)
     try:
-        epoch = Epoch(process, rendezvous, 30)
+        epoch = Epoch(process, rendezvous, 60)
         epoch.load()
         epoch.start_engine(publish, lambda step: None)
         assert process.kv_places.wait_ready(60), "the host tier has not started"

@@ -176,7 +176,7 @@ class RankPool:
         fn: Callable[..., Any],
         num_ranks: int,
         *args: Any,
-        timeout_s: float = 60,
+        timeout_s: float = 120,
         with_group: bool = True,
         backend: str = "gloo",
     ) -> list[Any]:
@@ -203,7 +203,7 @@ class RankPool:
         fn: Callable[..., Any],
         num_ranks: int,
         *args: Any,
-        timeout_s: float = 60,
+        timeout_s: float = 120,
         with_group: bool = True,
         backend: str = "gloo",
     ) -> list[Any]:
@@ -232,7 +232,7 @@ class RankPool:
                 try:
                     found[rank] = pickle.loads(conn.recv_bytes())
                 except (EOFError, OSError):
-                    self._ranks[rank].process.join(5)
+                    self._ranks[rank].process.join(60)
                     code = self._ranks[rank].process.exitcode
                     found[rank] = RankFailure("EOFError", f"rank {rank} died, exit code {code}")
         return found
