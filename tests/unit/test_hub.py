@@ -354,7 +354,7 @@ def test_a_rebuild_waits_for_a_hub_that_cannot_be_reached(
         await asyncio.to_thread(hub.fetch_weights, model.path, model.revision)
 
     async def scenario() -> None:
-        now = Scene(rebuild_attempts=1)
+        now = Scene(rebuild_attempts=1, hang_timeout_s=60.0)
         roster = now.group._roster
         roster.config = roster.wanted = roster.config.model_copy(update={"model": model})
         await now.serving(0)
