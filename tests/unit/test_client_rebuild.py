@@ -184,7 +184,7 @@ def test_a_rank_that_cannot_be_reached_is_tried_again(monkeypatch):
             await now.kill(1)
             await until(lambda: len(now.ranks[0].calls["open_stream"]) > 3)
             now.ranks[0].fail.clear()
-            await until(lambda: any(name.startswith("a~") for name in now.ranks[0].requests))
+            await until(lambda: any(name.startswith("a~") for name in list(now.ranks[0].requests)))
             (name,) = now.ranks[0].requests
             await now.ranks[0].emit(name, 0, 1, finish=True)
             await asked

@@ -19,7 +19,7 @@ from workers.stats.versions import rank_versions
 
 def run(coroutine: Awaitable[Any]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             return await coroutine
 
     return asyncio.run(bounded())
