@@ -151,7 +151,7 @@ def use_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(coroutine: Awaitable[Any]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             return await coroutine
 
     return asyncio.run(bounded())
