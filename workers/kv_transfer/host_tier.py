@@ -218,9 +218,8 @@ class HostTier(KVConnector):
             if not (self._loads or self._saves or self._closing or self._has_news):
                 self._changed.wait(RETRY_S if self._contents is None else COUNTS_S)
             job, forgotten = None, list[bytes]()
-            if (
-                self._client is not None
-            ):  # otherwise the next keeper, which may find files, has to forget them
+            # Without a keeper the names stay: the next one, which may find files, has to forget them.
+            if self._client is not None:
                 forgotten, self._forgotten = self._forgotten, forgotten
             if queue := self._loads or self._saves:
                 job, self._busy = queue.popleft(), True
