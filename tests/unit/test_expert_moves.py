@@ -247,8 +247,10 @@ def test_random_steps_with_stalls_errors_and_late_returns(steps):
         if not any(moves.number for moves in ranks.moves) and draw.random() < 0.3:
             number += 1
             ranks.begin(number, draw.choice([(1, 0), (0, 1)]))
-        if draw.random() < 0.5:  # else the steps go on while stagers work
-            ranks.staged([n for n, it in enumerate(ranks.stagers) if it.behaviour == "stage"])
+        good = [n for n, it in enumerate(ranks.stagers) if it.behaviour == "stage"]
+        # Else the steps go on while stagers work. Threads that start late cancel no move that all could complete.
+        if draw.random() < 0.5 or len(good) == len(ranks.stagers):
+            ranks.staged(good)
         ranks.step(seconds=draw.choice([0.01, 0.9]))
     cancelled, completed = ranks.moves[0].cancelled, ranks.moves[0].completed
     assert cancelled > 1 and completed > 1, (cancelled, completed)
