@@ -17,9 +17,8 @@ from tests.distributed.engine_harness import (
 )
 from tests.distributed.reference import write_checkpoint
 
-SLOW_S = (
-    0.1  # of each layer with experts: far more than a rank computes where others share its cores
-)
+# Of each layer with experts: far more than a rank computes where others share its cores.
+SLOW_S = 0.1
 
 
 def run_slowly(rank: int, *args: Any) -> RankResult:

@@ -172,9 +172,8 @@ def test_a_rank_that_is_gone_ends_the_balancing_of_the_epoch():
 
 
 def test_a_group_gives_its_map_to_the_next_epoch_and_ends_the_moves_first(monkeypatch):
-    monkeypatch.setattr(
-        group_module, "STOP_TIMEOUT_S", 0.02
-    )  # the fakes' loops do not end by a stop
+    # The fakes' loops do not end by a stop.
+    monkeypatch.setattr(group_module, "STOP_TIMEOUT_S", 0.02)
 
     async def scenario() -> None:
         group, ranks, _ = fake_group(rebuild_attempts=1)

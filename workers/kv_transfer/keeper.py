@@ -111,9 +111,8 @@ class Keeper:
     def answer(self, connection: Connection) -> bool:
         """Answer one request of a rank; return whether the rank has left in order."""
         client = next((it for it in self._clients if it.connection is connection), None)
-        if (
-            client is None
-        ):  # a request of another rank that came together with this one has dropped it
+        if client is None:
+            # A request of another rank that came together with this one has dropped it.
             return False
         try:
             kind, *arguments = connection.recv()
