@@ -133,8 +133,7 @@ def test_adapters_come_and_go_and_outlive_failures(
         missing = httpx.post(f"{server.url}/v1/completions", json=gone, timeout=60)
         assert missing.status_code == 404 and "'de', 'fr'" in missing.text
 
-        server.supervisor().kill()
-        server.wait_line("found 2 ranks again")
+        server.wait_successor(server.kill_supervisor())
         answer = operate(server, "load", lora_name="es", lora_path=str(folders["fr"]))
         assert answer.status_code == 200, answer.text
         listed(server, *NAMES)

@@ -99,8 +99,7 @@ def test_streams_outlive_all_changes_of_operators(tmp_path, checkpoint):
         with Repeater(server) as client:
             operate(server, "restart", set=["cache.num_blocks=200"])
             assert blocks(server, 2) == [200, 200] and not left_running(first, 60)
-            server.supervisor().kill()
-            server.wait_line("found 2 ranks again")
+            server.wait_successor(server.kill_supervisor())
             rebuild_without_the_disk(server, disk)
             operate(server, "scale", ranks=1)
             assert blocks(server, 1) == [200]
