@@ -52,7 +52,7 @@ class HandOvers:
         self._cache.save_all()
         names = self._cache.names_on_way
         if not names:
-            return output
+            return replace(output, kv_source=self._cache.kv_source)
         last = replace(output, token_ids=[], logprobs=None, prompt_logprobs=None, drafts=None)
         last.num_cached_tokens = 0
         self._held.append(_HandOver(last, names, time.monotonic() + HOLD_S))
@@ -70,4 +70,4 @@ class HandOvers:
                 self._held.append(it)
             elif it.last.request_id in self._open_requests:
                 ingress_id = self._open_requests.remove(it.last.request_id)
-                self._publish(ingress_id, [it.last])
+                self._publish(ingress_id, [replace(it.last, kv_source=self._cache.kv_source)])

@@ -43,6 +43,7 @@ class KeeperClient:
 
     hints   the names that the store holds, perhaps
     memory  of the rows, shared with the keeper and the other ranks
+    keeper  number of the keeper's process, and the time of its start
     """
 
     def __init__(self, config: KeeperConfig):
@@ -56,6 +57,7 @@ class KeeperClient:
         except BaseException:
             self._connection.close()
             raise
+        self.keeper: tuple[int, int] = where["pid"], where["started"]
         whole = memoryview(self._map)
         self.hints = Hints(whole[: where["hint_bytes"]])
         self.memory = whole[where["hint_bytes"] :]
@@ -78,6 +80,14 @@ class KeeperClient:
     def layout(self, compatibility: bytes, unit_bytes: int, window_blocks: int) -> int:
         """Agree on the form of contents; return the number of units in the memory."""
         return int(self._ask("layout", compatibility, unit_bytes, window_blocks))
+
+    def join(self, compatibility: bytes, unit_bytes: int) -> bool:
+        """Agree on the form of contents if the store has it; return whether it has."""
+        return bool(self._ask("join", compatibility, unit_bytes))
+
+    def fileno(self) -> int:
+        """Return the descriptor of the connection, which becomes readable when the keeper has ended."""
+        return self._connection.fileno()
 
     def reserve(self, places: list[Place]) -> list[list[int] | None]:
         """Return units to fill for each of `places`; None: the contents are there, or have no room."""

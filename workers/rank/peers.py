@@ -8,6 +8,7 @@ from typing import Any
 
 from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup, shared_memory_unavailable
+from workers.config import RankConfig
 from workers.rank import process_group
 from workers.rank.device_memory import memory_for
 from workers.rank.network import address_on, address_towards
@@ -59,17 +60,16 @@ def meet(
     if shared is not None:
         closing.callback(shared.close)
     network = HostNetwork(
-        address=_address(process, rendezvous),
+        address=address_of_host(process.config, rendezvous),
         timeout_s=process.config.vote_timeout_s,
         hang_timeout_s=process.config.hang_timeout_s,
     )
     return Peers(all(warm), shared, network)
 
 
-def _address(process: RankProcess, rendezvous: Rendezvous) -> str:
+def address_of_host(config: RankConfig, rendezvous: Rendezvous) -> str:
     """Return the address of this host for the ranks of other hosts."""
-    network = process.config.network
-    return address_on(network) if network else address_towards(rendezvous.host)
+    return address_on(config.network) if config.network else address_towards(rendezvous.host)
 
 
 def _share_memory(
