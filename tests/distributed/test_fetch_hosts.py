@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,15 @@ PREFILL, DECODE = 0, 1
 NEW = 6
 HANG_S = 30.0
 """The limits end a wait within 10 s; a busy machine takes longer for the prompt that is then computed."""
+
+
+class Hosts(namespaces.TwoHosts):
+    """Hosts with a /sys of their own, in which UCX finds their interfaces."""
+
+    def command(self, host: int, arguments: Sequence[str]) -> list[str]:
+        script = 'mount -t sysfs sysfs /sys && exec "$@"'
+        own = ["unshare", "--mount", "sh", "-c", script, "sh", *arguments]
+        return super().command(host, own)
 
 
 class HostEngine:
@@ -127,7 +136,7 @@ class Bed:
 @contextmanager
 def bed(folder: Path) -> Iterator[Bed]:
     checkpoint = family_checkpoint(folder, "qwen3_moe", "untied")
-    with namespaces.TwoHosts() as hosts, ExitStack() as stack:
+    with Hosts() as hosts, ExitStack() as stack:
         yield Bed(hosts, checkpoint, folder, stack)
 
 

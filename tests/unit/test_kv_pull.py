@@ -69,6 +69,9 @@ def test_ucx_takes_the_interface_of_the_address_without_infiniband(
     monkeypatch.setattr(kv_places, "INFINIBAND", tmp_path / "none")
     assert kv_places.ucx_environment("127.0.0.1") == {"UCX_NET_DEVICES": "lo"}
     assert kv_places.ucx_environment("192.0.2.77") == {}
+    with monkeypatch.context() as changed:
+        changed.setattr(kv_places, "INTERFACES", tmp_path)
+        assert kv_places.ucx_environment("127.0.0.1") == {}, "UCX does not see the interface"
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(kv_places, "INFINIBAND", tmp_path)
     assert kv_places.ucx_environment("127.0.0.1") == {}

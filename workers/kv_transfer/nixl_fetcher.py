@@ -29,8 +29,8 @@ from workers.kv_transfer.nixl_process import NixlConfig, bound_waits
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 2.0
-"""Time between two starts of the process."""
+RETRY_S, MAX_RETRY_S = 2.0, 60.0
+"""Time between two starts of the process; it doubles while the process ends before it has a source."""
 _PROGRAM = "import sys; sys.path.insert(0, {root!r}); from workers.kv_transfer.nixl_process import main; main({fd})"
 _ENVIRONMENT = {"NIXL_LOG_LEVEL": "WARN", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -100,7 +100,7 @@ class NixlFetcher(KVFetcher):
         self._counts: Counter[str] = Counter()
         # Of the thread.
         self._process: _Process | None = None
-        self._next_start = 0.0
+        self._next_start, self._retry_s = 0.0, RETRY_S
         self._thread = start_thread(self._run, self._failed, "kv-fetcher")
 
     def bind(self, contents: CacheContents) -> None:
@@ -169,7 +169,8 @@ class NixlFetcher(KVFetcher):
         """Start the process if that is due; wait for something to do, and do it."""
         now = time.monotonic()
         if self._process is None and now >= self._next_start:
-            self._next_start = now + RETRY_S
+            self._next_start = now + self._retry_s
+            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             self._process = _Process(self._config, self._environment)
         sources: list[Connection | int] = [self._wake]
         if self._process is not None:
@@ -193,7 +194,7 @@ class NixlFetcher(KVFetcher):
         """Enter the source of the process, or what it has fetched."""
         with self._changed:
             if isinstance(message, str):
-                self.source = message
+                self.source, self._retry_s = message, RETRY_S
                 self._changed.notify_all()
                 return
             self._counts.update(message.counts)

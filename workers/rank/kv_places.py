@@ -23,7 +23,7 @@ from workers.rank.network import interface_of
 READY_S = 5.0
 """Time that an epoch with open requests waits for the host tier, so that these are not computed again."""
 GIB = 2**30
-INFINIBAND = Path("/sys/class/infiniband")
+INFINIBAND, INTERFACES = Path("/sys/class/infiniband"), Path("/sys/class/net")  # UCX looks there
 
 
 class KVPlaces:
@@ -76,8 +76,10 @@ class KVPlaces:
         connectors: list[KVConnector] = [] if self._host is None else [self._host]
         if not connectors or not config.cache.prefix_caching:
             return
-        for place in (*connectors, *([] if self._fetcher is None else [self._fetcher])):
-            place.on_ended = wake
+        for connector in connectors:
+            connector.on_ended = wake
+        if self._fetcher is not None:
+            self._fetcher.on_ended = wake
         blocks, states = caches.rows()
         form = compatibility_of({**caches.form, **_model_facts(config)})
         contents = CacheContents(blocks, states, form, caches.device)
@@ -118,7 +120,7 @@ def ucx_environment(address: str) -> dict[str, str]:
     UCX otherwise takes any interface, such as the bridge of a container runtime, which has one address on all nodes.
     """
     interface = interface_of(address)
-    if interface is None or any(INFINIBAND.glob("*")):
+    if interface is None or not (INTERFACES / interface).exists() or any(INFINIBAND.glob("*")):
         return {}
     return {"UCX_NET_DEVICES": interface}
 
