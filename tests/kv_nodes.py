@@ -11,6 +11,8 @@ from workers.kv_transfer.kv_pull import FetchLimits
 from workers.kv_transfer.nixl_fetcher import NixlFetcher
 from workers.wire.request import NO_OUTPUT, EngineRequest
 
+OVER_TCP = {"UCX_TLS": "tcp"}
+"""Otherwise UCX reads the memory of another process of this machine at once."""
 PATIENT = FetchLimits(answer_s=60, fetch_s=60, part_s=60, lease_s=60)
 
 
@@ -74,7 +76,7 @@ def node(
             case.contents.compatibility = compatibility
             case.tier.bind(case.contents)
             assert case.tier.wait_ready(60)
-        fetcher = NixlFetcher(case.tier._config, "127.0.0.1", {}, replace(limits))
+        fetcher = NixlFetcher(case.tier._config, "127.0.0.1", OVER_TCP, replace(limits))
         try:
             fetcher.bind(case.contents)
             assert fetcher.wait_ready(60), "there is no source"

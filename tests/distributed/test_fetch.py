@@ -29,7 +29,7 @@ from tests.distributed.test_hand_over import (
     whole_of,
 )
 from tests.family_cases import SAME_MODEL, VARIANTS, family_checkpoint
-from tests.kv_nodes import PATIENT, wait_for
+from tests.kv_nodes import OVER_TCP, PATIENT, wait_for
 from workers.kv_transfer import nixl_fetcher
 from workers.kv_transfer.nixl_fetcher import NixlFetcher
 from workers.kv_transfer.nixl_memory import nixl_missing
@@ -42,6 +42,7 @@ FAST = ("qwen3_moe", "gpt_oss", "qwen3_next")
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_fetcher, "FetchLimits", lambda: PATIENT)
+    monkeypatch.setenv("UCX_TLS", OVER_TCP["UCX_TLS"])
 
 
 @pytest.fixture(scope="module")

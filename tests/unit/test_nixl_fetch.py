@@ -12,7 +12,7 @@ import pytest
 import torch
 import zmq
 
-from tests.kv_nodes import PATIENT, Node, node, wait_for
+from tests.kv_nodes import OVER_TCP, PATIENT, Node, node, wait_for
 from tests.kv_tier_case import LAYOUTS, key, second_client
 from workers.kv_transfer.connector import Transfer
 from workers.kv_transfer.host_index import Place
@@ -238,7 +238,7 @@ def test_a_source_that_ends_or_stops_in_the_middle_of_a_read(how: str, tmp_path:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 timeout=120,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path])},
+                env={**os.environ, **OVER_TCP, "PYTHONPATH": os.pathsep.join([".", *sys.path])},
                 cwd=ROOT,
             )
         finally:

@@ -33,6 +33,8 @@ RETRY_S, MAX_RETRY_S = 2.0, 60.0
 """Time between two starts of the process; it doubles while the process ends before it has a source."""
 _PROGRAM = "import sys; sys.path.insert(0, {root!r}); from workers.kv_transfer.nixl_process import main; main({fd})"
 _ENVIRONMENT = {"NIXL_LOG_LEVEL": "WARN", "OPENBLAS_NUM_THREADS": "1"}
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""UCX would take memory of the GPU; all that moves is in host memory."""
 
 
 class _Process:
@@ -47,7 +49,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what NIXL prints goes where this process's messages go
                 pass_fds=[theirs.fileno()],
-                env={**_ENVIRONMENT, **environment, **os.environ},
+                env={**_ENVIRONMENT, **environment, **os.environ, **_NO_GPU},
             )
         bound_waits(ours, config.limits.part_s + 1)
         self.connection = Connection(ours.detach())

@@ -32,7 +32,7 @@ from workers.rank import process_group
 from workers.rank.device_memory import free_unused, memory_for
 from workers.rank.epoch_runner import RunnerMaker
 from workers.rank.expert_staging import begin_serving
-from workers.rank.peers import Peers, address_of_host, meet
+from workers.rank.peers import Peers, meet
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import (
     GRAPHS,
@@ -100,8 +100,7 @@ class Epoch:
         self._attention_compiled: Future[None] | None = None
         self._graph_bytes, self._closing = 0, ExitStack()
         process.enter(self)
-        address = partial(address_of_host, process.config, rendezvous)
-        process.kv_places.connect(process.config, process.caches, rendezvous.store, address)
+        process.kv_places.connect(process.config, process.caches, rendezvous)
         try:
             with self._timed("process group"):
                 self._peers = meet(

@@ -18,7 +18,8 @@ from workers.kv_transfer.contents import CacheContents, compatibility_of
 from workers.kv_transfer.host_tier import LEAST_UNIT, STATE_UNIT, HostTier
 from workers.kv_transfer.keeper import KeeperConfig
 from workers.kv_transfer.nixl_fetcher import NixlFetcher
-from workers.rank.network import interface_of
+from workers.rank.network import address_of_host, interface_of
+from workers.rank.rank_info import Rendezvous
 
 READY_S = 5.0
 """Time that an epoch with open requests waits for the host tier, so that these are not computed again."""
@@ -33,17 +34,12 @@ class KVPlaces:
         self._host: HostTier | None = None
         self._fetcher: NixlFetcher | None = None
 
-    def connect(
-        self, config: RankConfig, caches: CacheMemory, store: str, address: Callable[[], str]
-    ) -> None:
+    def connect(self, config: RankConfig, caches: CacheMemory, rendezvous: Rendezvous) -> None:
         """Connect to the node's keeper, early in an epoch: the keeper then finds a rank while this one loads weights.
-
-        store    name of the group on all nodes, in all its epochs; "": the group has no store
-        address  address(): of this host, which other nodes reach
 
         Raises ValueError where KV is to be fetched from other nodes and NIXL is not installed.
         """
-        cache = config.cache
+        cache, store = config.cache, rendezvous.store
         if self._host is not None or not cache.host_memory_gib or not store:
             return
         keeper = KeeperConfig(
@@ -55,15 +51,15 @@ class KVPlaces:
             disk_bytes=0 if cache.disk_path is None else int(cache.disk_gib * GIB),
             disk_salt=_dates(config.model.folder),
         )
+        if cache.transfer == "nixl":
+            here = address_of_host(config.network, rendezvous.host)
+            self._fetcher = NixlFetcher(keeper, here, ucx_environment(here))
         self._host = HostTier(
             keeper,
             caches.device,
             row_bytes=max(caches.block_bytes, caches.slot_bytes),
             window_blocks=caches.window_blocks,
         )
-        if cache.transfer == "nixl":
-            here = address()
-            self._fetcher = NixlFetcher(keeper, here, ucx_environment(here))
 
     def begin(
         self, config: RankConfig, caches: CacheMemory, wake: Callable[[], None], *, wait: bool

@@ -8,10 +8,9 @@ from typing import Any
 
 from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup, shared_memory_unavailable
-from workers.config import RankConfig
 from workers.rank import process_group
 from workers.rank.device_memory import memory_for
-from workers.rank.network import address_on, address_towards
+from workers.rank.network import address_of_host
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.step.step_sync import compare_settings
@@ -60,16 +59,11 @@ def meet(
     if shared is not None:
         closing.callback(shared.close)
     network = HostNetwork(
-        address=address_of_host(process.config, rendezvous),
+        address=address_of_host(process.config.network, rendezvous.host),
         timeout_s=process.config.vote_timeout_s,
         hang_timeout_s=process.config.hang_timeout_s,
     )
     return Peers(all(warm), shared, network)
-
-
-def address_of_host(config: RankConfig, rendezvous: Rendezvous) -> str:
-    """Return the address of this host for the ranks of other hosts."""
-    return address_on(config.network) if config.network else address_towards(rendezvous.host)
 
 
 def _share_memory(
