@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -139,8 +140,8 @@ def test_the_end_of_a_keeper_costs_its_contents_and_no_more() -> None:
             os.kill(client.keeper[0], signal.SIGKILL)
         wait_for(lambda: there.count("lost"), "the process ends with the keeper")
         assert there.fetcher.wait_ready(60)
-        wait_for(lambda: there.case.tier.wait_ready(0.1), "the tier has a keeper")
-        there.case.run(Transfer(items), load=False)
+        saves = partial(there.case.run, load=False)
+        wait_for(lambda: saves(Transfer(items)).done, "the tier has another keeper")
         assert here.fetch(items, there.fetcher.source).done == {it.name for it in items}
 
 

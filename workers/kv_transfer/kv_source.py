@@ -1,6 +1,6 @@
 """The messages between a node that holds contents and a node that reads them: which are held, and leases on them.
 
-A reader asks for names and gets their units and check values, which stay in the memory of the holder under a lease: as
+A reader sends names and gets their units and check values; the contents stay in the memory of the holder under a lease: as
 long as the reader sends beats. The bytes themselves go over NIXL. Sent over ZeroMQ, encrypted and authenticated, see
 workers/wire/secure_socket.py. A source is an address with the key of its listener, as text: whoever has the text may
 read, so it goes from rank to rank through encrypted streams alone. Imports no torch.
@@ -106,7 +106,7 @@ class SourceServer:
                 logger.warning("a message of a reader of KV cannot be read: %r", error)
 
     def expire(self) -> None:
-        """End the leases whose readers have sent no beat."""
+        """End the leases of readers that have sent no beat."""
         now = time.monotonic()
         for reader, (_, until) in list(self._leases.items()):
             if now > until:

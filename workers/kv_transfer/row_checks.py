@@ -9,7 +9,7 @@ _WORD = 2**64
 
 
 def check_value(parts: list[memoryview]) -> int:
-    """Return the check value of a row, whose bytes are those of its parts; each part has a whole number of words."""
+    """Return the check value of the row that `parts` make; each part has a whole number of words."""
     total, first = ODD, 0
     for part in parts:
         words_W = np.frombuffer(part, dtype=np.uint64)
