@@ -113,7 +113,7 @@ def kv_cache() -> Iterator[str]:
     yield f"up to {limits.answer_s:g} s for the source's answer"
     yield f"no new part of {kv_pull.PART_BYTES >> 20} MiB after {limits.fetch_s:g} s"
     yield f"and {limits.part_s:g} s for each part"
-    yield f"when the reader's process ends, and {limits.lease_s:g} s after"
+    yield f"The lease ends with the fetch, or {limits.lease_s:g} s after the reader's"
 
 
 def backends() -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The messages between a node that holds contents and a node that reads them: which are held, and leases on them.
 
-A reader sends names and gets their units and check values; the contents stay in the memory of the holder under a lease: as
-long as the reader sends beats. The bytes themselves go over NIXL. Sent over ZeroMQ, encrypted and authenticated, see
+A reader sends names and gets their units and check values; the contents stay in the memory of the holder under a lease,
+as long as the reader sends beats. The bytes themselves go over NIXL. Sent over ZeroMQ, encrypted and authenticated, see
 workers/wire/secure_socket.py. A source is an address with the key of its listener, as text: whoever has the text may
 read, so it goes from rank to rank through encrypted streams alone. Imports no torch.
 """
