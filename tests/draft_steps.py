@@ -107,7 +107,8 @@ class DraftSteps:
             start = self.done[part.seq]
             for x, of in zip(columns, (layer.mixed, layer.a, layer.b), strict=True):
                 right = of[part.seq][start : start + part.num_right]
-                wrong = torch.randn(part.num_rows - part.num_right, right.shape[1]) * 2
+                shape = part.num_rows - part.num_right, right.shape[1]
+                wrong = torch.randn(shape, generator=self.case.generator) * 2
                 x.append(torch.cat((right, wrong.to(self.dtype))))
         total = sum(part.num_rows for part in parts)
         mixed, a, b = (

@@ -1,6 +1,8 @@
 """A host tier over caches of a device, without a scheduler: contents go out and come back, or are not found."""
 
 import os
+import select
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +23,16 @@ LAYOUTS = {
     "fp8": PagedFp8Heads(2, 64),
     "latents": PagedLatents(576),
 }
+
+
+def kill_process(pid: int) -> None:
+    """Kill a process and wait for its end: nothing may reap an orphan, which stays a zombie then."""
+    process = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        assert select.select([process], [], [], 60)[0], "the process has not ended"
+    finally:
+        os.close(process)
 
 
 def key(*path: object) -> bytes:
@@ -78,9 +90,13 @@ class TierCase:
         return Item(key(session, number), b"s", True, slot, parent, number)
 
     def run(self, transfer: Transfer, *, load: bool) -> Transfer:
-        """Wait for the end of a transfer."""
+        """Run a transfer to its end."""
         (self.tier.load if load else self.tier.save)(transfer)
-        deadline = time.monotonic() + 30
+        return self.end_of(transfer)
+
+    def end_of(self, transfer: Transfer) -> Transfer:
+        """Wait for the end of the only transfer that is under way."""
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             for ended in self.tier.ended():
                 assert ended is transfer
@@ -89,16 +105,23 @@ class TierCase:
         raise AssertionError("the transfer does not end")
 
 
-@contextmanager
-def tier_case(
-    device: str, layout: str, *, num_bytes: int = 2**22, **sizes: int
-) -> Iterator[TierCase]:
-    """A tier with a keeper of its own."""
-    config = KeeperConfig(
+def keeper_config(num_bytes: int, disk_path: str | None = None) -> KeeperConfig:
+    """Of a keeper that no other test has."""
+    return KeeperConfig(
         name=os.urandom(16).hex(),
         num_bytes=num_bytes,
         owner=(os.getpid(), start_ticks(os.getpid())),
+        disk_path=disk_path,
+        disk_bytes=num_bytes,
     )
+
+
+@contextmanager
+def tier_case(
+    device: str, layout: str, *, num_bytes: int = 2**22, disk_path: str | None = None, **sizes: int
+) -> Iterator[TierCase]:
+    """A tier with a keeper of its own."""
+    config = keeper_config(num_bytes, disk_path)
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     tier = HostTier(config, place)
     try:

@@ -20,7 +20,7 @@ class StreamWatch:
     """The stream of one rank; times are seconds of any clock."""
 
     def __init__(self, now: float):
-        self._last_beat = now
+        self._last_beat = self._seen = now
         self._sent = deque([0], maxlen=ARRIVAL_BEATS)  # messages sent before each of the last beats
 
     def beat(self, num_taken: int | None, num_sent: int, now: float) -> str | None:
@@ -29,7 +29,7 @@ class StreamWatch:
         num_taken   messages that have arrived at the rank; None after one is missing
         num_sent    messages that were sent to it
         """
-        self._last_beat = now
+        self._last_beat = self._seen = now
         due = self._sent[0]
         self._sent.append(num_sent)
         if num_taken is None:
@@ -39,7 +39,13 @@ class StreamWatch:
         return None
 
     def silence(self, now: float) -> str | None:
-        """Return the reason to give the stream up if no beat has come for SILENCE_S."""
+        """Return the reason to give the stream up if no beat has come for SILENCE_S.
+
+        Call it at least every SILENCE_S / 2. Longer times between two calls are a pause of this process or of the whole
+        machine; the rest of such a time does not count, because beats may lie in the socket or come late.
+        """
+        self._last_beat += max(0.0, now - self._seen - SILENCE_S / 2)
+        self._seen = now
         if now - self._last_beat < SILENCE_S:
             return None
         return f"the rank has sent nothing for {now - self._last_beat:.0f} s"

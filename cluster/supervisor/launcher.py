@@ -232,10 +232,23 @@ class RankLauncher:
     async def _reserve_beside(self, config: RankConfig, bundle: int, own: str) -> PlacementGroup:
         name = self._name_beside(own)
         beside = placement.create_beside(config, self._node(bundle), name, joined=self._joined)
-        if await asyncio.to_thread(beside.wait, CAPACITY_WAIT_S):
-            return beside
-        remove_placement_group(beside)
-        raise placement.no_room_beside(config)
+        if not await self._is_reserved(beside):
+            raise placement.no_room_beside(config)
+        return beside
+
+    async def _is_reserved(self, place: PlacementGroup) -> bool:
+        """Return whether Ray reserves a place in time, and the group has not ended. Otherwise give the place back.
+
+        `kill` and a caller that is cancelled do not give it back, because the launcher has no note of it yet.
+        """
+        reserved = False
+        try:
+            reserved = await asyncio.to_thread(place.wait, CAPACITY_WAIT_S)
+            reserved = reserved and self._placement_group is not None  # `kill` came meanwhile
+        finally:
+            if not reserved and place not in self._places.values():
+                remove_placement_group(place)
+        return reserved
 
     @property
     def _actor_prefix(self) -> str:
@@ -283,8 +296,7 @@ class RankLauncher:
             return False
         name = self._name_on(address)
         place = placement.find(name) or placement.create_on(self._config, address, name)
-        if not await asyncio.to_thread(place.wait, CAPACITY_WAIT_S):
-            remove_placement_group(place)
+        if not await self._is_reserved(place):
             return False
         self._moved[bundle], self._addresses[bundle] = place, address
         return True

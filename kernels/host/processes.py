@@ -5,13 +5,26 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-_START = 19  # position in /proc/PID/stat after the name, which may contain spaces and brackets
+# Positions in /proc/PID/stat after the name, which may contain spaces and brackets.
+_STATE, _START = 0, 19
 
 
 def start_ticks(pid: int) -> int:
     """Return the clock ticks from the boot to the start of a process. Raises OSError if it has ended."""
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return int(fields[_START])
+    return int(_facts(pid)[_START])
+
+
+def runs(pid: int, started: int) -> bool:
+    """Return whether the process that `start_ticks` returned `started` of runs. A zombie has ended."""
+    try:
+        facts = _facts(pid)
+    except OSError:
+        return False
+    return int(facts[_START]) == started and facts[_STATE] not in (b"Z", b"X")
+
+
+def _facts(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 
 
 def kill(pid: int, started: int) -> None:

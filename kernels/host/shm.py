@@ -244,25 +244,26 @@ class SharedMemoryGroup:
 
     def _wait_slowly(self, words: Sequence[int], least: int, timeout_s: float, what: str) -> None:
         memory, start, next_check = self.words, time.monotonic(), PEER_CHECK_S
-        polled, idle_s = start, 0.0
+        now, polled, idle_s = start, start, 0.0
         while late := [
             rank for rank, word in zip(self.peers, words, strict=True) if memory[word] < least
         ]:
             if self._left.is_set():
                 raise PeerLeftError(LEFT)
-            now = time.monotonic()
             idle_s += min(now - polled, LATE_POLL_S)
             polled, waited = now, now - start
             if waited > timeout_s:
                 names = ", ".join(str(self._first_rank + rank) for rank in late)
                 raise TimeoutError(f"rank {names} did not {what} within {timeout_s:g} s")
-            if waited < YIELD_S:
-                os.sched_yield()
-                continue
             if waited > next_check:
                 next_check = waited + PEER_CHECK_S
                 self._check_alive(late, words, least, what)
-            time.sleep(5e-5 if waited < 0.05 else 5e-4)
+            if waited < YIELD_S:
+                os.sched_yield()
+            else:
+                time.sleep(5e-5 if waited < 0.05 else 5e-4)
+            # Before the words are read, because the process may be stopped at any time.
+            now = time.monotonic()
         add_wait(idle_s + min(time.monotonic() - polled, LATE_POLL_S))
 
     def _check_alive(

@@ -10,7 +10,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from scripts.byte_tokenizer import CHAT_TEMPLATE
-from tests.serve.open_streams import Stream, check_stop_ends
+from tests.serve.open_streams import check_stop_ends
 from tests.serve.server import ROOT, Server, running
 
 DEMO = ROOT / "configs" / "models" / "demo"
@@ -19,7 +19,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 HELLO_ANSWER = "Hello! I am a small demo model served by Phalanx."
 # Of the guarded server, which runs MAX_RUNNING choices at once and lets MAX_WAITING wait.
 KEY = "a-key-of-the-guarded-server"
-TIMEOUT_S = 1.5
+TIMEOUT_S = 3.0  # half of the time of 2,000 tokens on two cores
 MAX_RUNNING, MAX_WAITING = 4, 2
 # As Qwen's templates do it: the prompt opens a thought or closes it, or leaves that to the model.
 THINKING = (
@@ -30,23 +30,23 @@ THINKING = (
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory) -> Iterator[Server]:
-    """It also stops at SIGINT at once, and an open stream gets the reason."""
+    """It also stops at SIGTERM with a stream that does not finish in time."""
     with running(
         tmp_path_factory.mktemp("clients"),
         DEMO,
         model={"max_model_len": 2048, "dtype": "float32"},
         cache={"num_blocks": 1024},
-        serve={"model_name": MODEL},
+        serve={"model_name": MODEL, "drain_timeout_s": 0.5},
     ) as server:
         yield server
-        check_stop_ends(server, Stream(server, 2000), signal.SIGINT)
+        check_stop_ends(server, signal.SIGTERM)
 
 
 @pytest.fixture(scope="package")
 def guarded(tmp_path_factory, server) -> Iterator[Server]:
     """A server with a key, a short queue, a time limit, and a model that thinks, in the Ray of the other server.
 
-    It also stops at SIGTERM with a stream that does not finish in time.
+    It also stops at SIGINT at once, and an open stream gets the reason: a drain could take longer than the time limit.
     """
     folder = tmp_path_factory.mktemp("guarded")
     template = CHAT_TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "") + THINKING
@@ -64,12 +64,11 @@ def guarded(tmp_path_factory, server) -> Iterator[Server]:
                 "model_name": MODEL,
                 "chat_template": "template.jinja",
                 "max_queued_requests": MAX_WAITING,
-                "drain_timeout_s": 0.5,
                 "limits": {"request_timeout_s": TIMEOUT_S},
             },
         ) as guarded:
             yield guarded
-            check_stop_ends(guarded, Stream(guarded, 2000, KEY), signal.SIGTERM)
+            check_stop_ends(guarded, signal.SIGINT, KEY)
 
 
 @pytest.fixture(scope="package")

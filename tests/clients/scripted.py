@@ -33,7 +33,7 @@ def scripted(script: Script) -> Iterator[str]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not server.started:
         assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
         time.sleep(0.01)
@@ -42,4 +42,4 @@ def scripted(script: Script) -> Iterator[str]:
         assert not backend.open
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)

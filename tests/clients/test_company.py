@@ -120,4 +120,4 @@ def test_each_gets_what_it_would_get_alone(server):
         assert len(answers) == len(expected) > 0
         for answer, one in zip(answers, expected, strict=True):
             answer.same_as(one)
-    server.wait_free(2.0)
+    server.wait_free()

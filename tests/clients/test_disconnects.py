@@ -5,7 +5,6 @@ import socket
 import struct
 import time
 
-import httpx
 import pytest
 
 from tests.clients.conftest import HELLO, chat_body, completion_body
@@ -49,13 +48,12 @@ def raw(path: str, body: dict, *more: str) -> bytes:
 
 def connect(server) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
-def check_free(server, seconds: float = 1.0) -> None:
-    server.wait_free(seconds)
-    assert httpx.get(f"{server.url}/load").json() == {"server_load": 0}
-    answer = httpx.post(f"{server.url}/v1/completions", json=completion_body("x", max_tokens=1))
+def check_free(server) -> None:
+    server.wait_free()
+    answer = server.post("/v1/completions", json=completion_body("x", max_tokens=1))
     assert answer.status_code == 200
 
 
@@ -80,11 +78,12 @@ def test_leaving_all_at_once(server):
     connections = [connect(server) for _ in range(40)]
     for i, connection in enumerate(connections):
         connection.sendall(raw(*BODIES[list(BODIES)[i % len(BODIES)]]))
-    time.sleep(0.5)
-    assert httpx.get(f"{server.url}/load").json()["server_load"] > 20
+    deadline = time.monotonic() + 60
+    while (load := server.get("/load").json()["server_load"]) <= 20:
+        assert time.monotonic() < deadline, load
     for connection in connections:
         connection.close()
-    check_free(server, 5.0)  # so many may take longer than the second that each is promised
+    check_free(server)
 
 
 def test_one_connection_many_requests(server):

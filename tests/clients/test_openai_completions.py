@@ -306,7 +306,7 @@ def test_unknown_and_null_fields_change_nothing(complete):
 
 
 def test_tokenize_and_back(server, ids):
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
         text = "Words, \u20ac and \U0001f600"
         there = http.post("/tokenize", json={"model": "demo", "prompt": text}).json()
         assert there["tokens"] == ids(text) and there["count"] == len(ids(text))

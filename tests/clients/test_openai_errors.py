@@ -1,7 +1,5 @@
 """The official Python client: its exceptions, with the field that is wrong, and timeouts."""
 
-import time
-
 import httpx
 import openai
 import pytest
@@ -171,12 +169,10 @@ def test_bad_requests_are_not_tried_again(server):
 
 
 def test_a_client_that_times_out_frees_its_request(client, server):
-    started = time.monotonic()
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.3).completions.create(
             **completion_body("x", max_tokens=2000, n=4, extra_body={"ignore_eos": True})
         )
-    assert time.monotonic() - started < 1.5
     server.wait_free()
 
 

@@ -14,8 +14,8 @@ GREEDY_ENDLESS = {**ENDLESS, "temperature": 0}
 
 
 def ended(client: openai.OpenAI, response: Response) -> Response:
-    """The response when it runs no more; within seconds."""
-    deadline = time.monotonic() + 20
+    """The response when it runs no more."""
+    deadline = time.monotonic() + 60
     while response.status in ("queued", "in_progress"):
         assert time.monotonic() < deadline, response
         time.sleep(0.05)

@@ -6,14 +6,13 @@ import json
 from typing import Any
 
 import aiohttp
-import httpx
 import pytest
 
 from tests.clients.conftest import HELLO, HELLO_ANSWER, chat_body
 from tests.clients.random_bodies import COUNT_TOKENS, MESSAGES, RESPONSES, Body, Generator
 
 AT_ONCE = 48
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 GOOD = {200, 400, 404}
 
 
@@ -108,7 +107,5 @@ def test_random_bodies(server, chat, number):
     server.wait_free()
     content = chat(HELLO).choices[0].message.content
     assert content.startswith(HELLO_ANSWER)
-    with httpx.Client(base_url=server.url) as client:
-        assert client.get("/ready").status_code == 200
-        assert client.get("/load").json() == {"server_load": 0}
-        assert client.post("/v1/chat/completions", json=chat_body(n=2)).status_code == 200
+    assert server.get("/ready").status_code == 200
+    assert server.post("/v1/chat/completions", json=chat_body(n=2)).status_code == 200

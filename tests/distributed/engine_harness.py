@@ -11,6 +11,9 @@ from workers.config import RankConfig
 from workers.stats.own_work import OwnWork
 from workers.wire.request import NO_OUTPUT, EngineRequest, PoolingParams, SamplingParams
 
+LONG_PAUSE = 20
+"""Steps without work in which saves end, however late the machine runs the threads and the process that save."""
+
 
 @dataclass(frozen=True)
 class Event:
@@ -73,7 +76,7 @@ def rank_config(
         num_nodes=hosts,
         device=device,
         threads=1,
-        vote_timeout_s=30,
+        vote_timeout_s=60,
     )
 
 
@@ -166,10 +169,10 @@ def run_rank(
     check_every_step()
     process = RankProcess(rank_index, config)
     try:
-        epoch = Epoch(process, rendezvous, 30)
+        epoch = Epoch(process, rendezvous, 60)
         epoch.load()
         epoch.start_engine(publish, lambda step: None)
-        assert process.kv_places.wait_ready(20), "the host tier has not started"
+        assert process.kv_places.wait_ready(60), "the host tier has not started"
         _never_wait_outside(epoch.engine.scheduler)
         if keep_logits:
             _record_logits(epoch.engine, result)
@@ -197,7 +200,8 @@ def run_rank(
 
 
 def _step_to_the_end(epoch: Any, events: list[Event], max_steps: int, result: RankResult) -> None:
-    """All ranks see the same plans, so all leave after the same step."""
+    """All ranks see the same plans, so all leave after the same step, and a pause is one of all ranks."""
+    pause = 0
     last_event = max((event.step for event in events), default=0)
     mine: dict[int, list[Event]] = {}
     for event in events:
@@ -211,8 +215,11 @@ def _step_to_the_end(epoch: Any, events: list[Event], max_steps: int, result: Ra
                 epoch.engine.abort(event.abort)
         plan = epoch.engine.step()
         result.num_steps += plan.run
+        pause = pause + 1 if plan.sleeps else 0
         if plan.sleeps:
             epoch.engine.scheduler.settle(idle=True)
+        if pause == LONG_PAUSE:
+            _await_transfers(epoch.engine.scheduler)
         epoch.process.grammars.wait()
         if epoch.process.images is not None:
             epoch.process.images.wait()
@@ -238,7 +245,7 @@ def _never_wait_outside(scheduler: Any) -> None:
 
 def _await_transfers(scheduler: Any) -> None:
     """End all transfers."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (transfers := scheduler.cache.transfers) is not None and transfers.num_open:
         assert time.monotonic() < deadline, "a transfer does not end"
         time.sleep(1e-4)

@@ -27,6 +27,7 @@ from uuid import uuid4
 import pytest
 
 PRELOADED = ["torch", "torch.distributed", "workers.rank.epoch", "workers.rank.process"]
+START_S = 180.0
 JOIN_FAILED = 70  # the exit code of a rank that could not enter its group
 
 
@@ -123,6 +124,7 @@ def _serve(conn: Connection) -> None:
     torch.set_num_threads(1)
     # Each engine collects garbage when it ends, and would look at all that torch has made at its import.
     gc.freeze()
+    conn.send_bytes(b"ready")
     while True:
         try:
             sys_path, payload = conn.recv()
@@ -146,6 +148,13 @@ class _Rank:
         self.process = context.Process(target=_serve, args=(child,), daemon=True)
         self.process.start()
         child.close()
+        self._is_ready = False
+
+    def wait_ready(self) -> None:
+        """Wait until a new process can take calls: the first one waits for the imports of their server."""
+        if not self._is_ready:
+            assert self.conn.poll(START_S), f"a rank has not started within {START_S:g} s"
+            self._is_ready = self.conn.recv_bytes() == b"ready"
 
     def close(self) -> None:
         self.conn.close()
@@ -167,7 +176,7 @@ class RankPool:
         fn: Callable[..., Any],
         num_ranks: int,
         *args: Any,
-        timeout_s: float = 60,
+        timeout_s: float = 120,
         with_group: bool = True,
         backend: str = "gloo",
     ) -> list[Any]:
@@ -175,6 +184,8 @@ class RankPool:
         assert num_ranks <= self.max_ranks, f"{num_ranks} ranks of {self.max_ranks}"
         while len(self._ranks) < num_ranks:
             self._ranks.append(_Rank())
+        for rank_process in self._ranks[:num_ranks]:
+            rank_process.wait_ready()
         with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder:
             info = GroupInfo(uuid4().hex[:12], str(Path(folder) / "store"), timeout_s)
             for rank in range(num_ranks):
@@ -192,7 +203,7 @@ class RankPool:
         fn: Callable[..., Any],
         num_ranks: int,
         *args: Any,
-        timeout_s: float = 60,
+        timeout_s: float = 120,
         with_group: bool = True,
         backend: str = "gloo",
     ) -> list[Any]:
@@ -221,7 +232,7 @@ class RankPool:
                 try:
                     found[rank] = pickle.loads(conn.recv_bytes())
                 except (EOFError, OSError):
-                    self._ranks[rank].process.join(5)
+                    self._ranks[rank].process.join(60)
                     code = self._ranks[rank].process.exitcode
                     found[rank] = RankFailure("EOFError", f"rank {rank} died, exit code {code}")
         return found

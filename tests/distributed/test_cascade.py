@@ -109,7 +109,9 @@ def test_a_small_cache_preempts(rank_pool, checkpoint: Path):
 
 def test_drafts(rank_pool, checkpoint: Path):
     """Rows that verify drafts read their whole sequences, beside decodes that share."""
-    config = rank_config(checkpoint, 1, **sections(speculation={"method": "ngram"}))
+    config = rank_config(
+        checkpoint, 1, **sections(speculation={"method": "ngram", "adaptive": False})
+    )
     assert check_equal(rank_pool, config)[0].num_draft_tokens > 0
 
 

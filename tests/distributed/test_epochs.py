@@ -153,7 +153,7 @@ def live(
             loop.start()
             # A GPU's peers wait for the failed rank's rows, not for its vote.
             if way == "abort" or config.device == "cuda":
-                reached = client.reached.wait(30 if way == "abort" else 3)
+                reached = client.reached.wait(60 if way == "abort" else 3)
                 assert reached or way == "failure", (number, way, found.seconds, found.errors)
                 epoch.abort()
             loop.join(60)
@@ -218,12 +218,10 @@ def test_rebuilt_epochs_leak_nothing_and_change_no_token(
         model={"max_model_len": 512},
         cache={"num_blocks": 128},
         kernels={"all2all": all2all},
-    ).model_copy(update={"vote_timeout_s": 10.0})
+    )
     requests = [requests_of(rank, num_epochs) for rank in range(NUM_RANKS)]
-    segments = set(SHM.glob("phalanx-*"))
     for rebuilt in rebuild(rank_pool, config, requests, num_epochs):
         assert_flat(rebuilt, num_epochs)
-    assert set(SHM.glob("phalanx-*")) <= segments, "a segment of shared memory is left"
 
 
 @pytest.mark.parametrize("method", ["off", "ngram"])
@@ -239,7 +237,7 @@ def test_states_of_linear_attention_stay_over_rebuilds(rank_pool, tmp_path: Path
         model={"max_model_len": 512},
         cache={"num_blocks": 128},
         speculation={"method": method, "num_draft_tokens": 2, "adaptive": False},
-    ).model_copy(update={"vote_timeout_s": 10.0})
+    )
     requests = [
         [
             replace(request, prompt_token_ids=[(rank + 7 * i) % 251 for i in range(99)])
@@ -260,6 +258,8 @@ def rebuild(
     with local_rendezvous() as rendezvous:
         arguments = (config, rendezvous, requests, num_epochs)
         found: list[Found] = pool.run(live, NUM_RANKS, *arguments, with_group=False, timeout_s=120)
+    left = list(SHM.glob(f"phalanx-{rendezvous.name}*"))  # other groups of this machine have others
+    assert not left, "a segment of shared memory is left"
     for rank, (rebuilt, whole) in enumerate(zip(found, undisturbed, strict=True)):
         assert rebuilt.tokens == whole.tokens, f"rank {rank}"
     return found

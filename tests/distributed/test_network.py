@@ -26,7 +26,7 @@ from workers.rank.rank_info import Rendezvous
 if rank == 0:
     store = torch.distributed.TCPStore("10.77.0.1", 29777, is_master=True, wait_for_workers=False)
 meet = Rendezvous("10.77.0.1", 29777, "hosts", secret=b"hosts")
-process_group.join(meet, rank, ParallelDims(num_ranks=2, num_nodes=2), torch.device("cpu"), 20)
+process_group.join(meet, rank, ParallelDims(num_ranks=2, num_nodes=2), torch.device("cpu"), 60)
 line = f"found {process_group.gather_json(rank)}\\n"
 os.write(1, line.encode())  # one write: both ranks share the pipe
 torch.distributed.barrier()

@@ -104,8 +104,10 @@ def compare_with_alone(pool, alone, events, results) -> None:
     requests = {e.request.request_id: e.request for e in events if e.request is not None}
     aborted = {event.abort for event in events if event.abort is not None}
     tokens = {name: ids for result in results for name, ids in result.tokens.items()}
-    finished = {name for result in results for name in result.reasons}
-    assert requests.keys() - aborted <= finished, "a request that nobody aborted did not finish"
+    finished = dict.fromkeys(name for result in results for name in result.reasons)  # in order
+    assert requests.keys() - aborted <= finished.keys(), (
+        "a request that nobody aborted did not finish"
+    )
     assert not any(result.errors for result in results)
 
     one_by_one = [Event(0, 0, requests[name]) for name in finished]

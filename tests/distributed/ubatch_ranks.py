@@ -1,6 +1,5 @@
 """Ranks for the tests of ubatches: a model, its ubatches, and exchanges and products that take a given time."""
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -98,12 +97,23 @@ class UbatchRank:
         self._epoch.process.close()
 
 
+class Clock:
+    """The time of a rank's thread, in which all but what a test slows down takes no time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def wait_until(self, moment: float) -> None:
+        """Let the time pass until a moment, unless it has passed."""
+        self.now = max(self.now, moment)
+
+
 class Delayed(AllToAll):
     """Another exchange, whose results come `seconds` after it was called, whatever is computed meanwhile."""
 
-    def __init__(self, inner: AllToAll, seconds: float):
+    def __init__(self, inner: AllToAll, seconds: float, clock: Clock):
         self.name, self.needs_equal_tokens = inner.name, inner.needs_equal_tokens
-        self._inner, self._seconds = inner, seconds
+        self._inner, self._seconds, self._clock = inner, seconds, clock
 
     def dispatch(self, *rows: torch.Tensor) -> Pending:
         return self._later(self._inner.dispatch(*rows))
@@ -112,42 +122,42 @@ class Delayed(AllToAll):
         return self._later(self._inner.combine(y_RD, handle))
 
     def _later(self, pending: Pending) -> Pending:
-        due = time.perf_counter() + self._seconds
+        due = self._clock.now + self._seconds
 
         def finish() -> Any:
-            time.sleep(max(0.0, due - time.perf_counter()))
+            self._clock.wait_until(due)
             return pending.result()
 
         return Pending(finish)
 
 
 class Slow(GroupedGemm):
-    """Another expert product that takes `seconds` more. It sleeps, so that a busy machine is no slower."""
+    """Another expert product that takes `seconds`."""
 
-    def __init__(self, inner: GroupedGemm, seconds: float):
-        self.name, self._inner, self._seconds = inner.name, inner, seconds
+    def __init__(self, inner: GroupedGemm, seconds: float, clock: Clock):
+        self.name, self._inner, self._seconds, self._clock = inner.name, inner, seconds, clock
 
     def __call__(self, *inputs: Any) -> torch.Tensor:
-        time.sleep(self._seconds)
+        self._clock.now += self._seconds
         return self._inner(*inputs)
 
 
-def slowed(backends: Backends, *, compute: float, delay: float) -> Backends:
+def slowed(backends: Backends, clock: Clock, *, compute: float, delay: float) -> Backends:
     """Backends whose attention and experts take `compute` seconds each, and whose exchanges are `delay` under way."""
     attention = backends.attention
     attend = attention.__class__.__call__
 
     class SlowAttention(attention.__class__):
         def __call__(self, *inputs: Any) -> torch.Tensor:
-            time.sleep(compute)
+            clock.now += compute
             return attend(self, *inputs)
 
     slow = object.__new__(SlowAttention)
     slow.__dict__.update(attention.__dict__)
     return replace(
         backends,
-        all2all=Delayed(backends.all2all, delay),
-        grouped_gemm=Slow(backends.grouped_gemm, compute),
+        all2all=Delayed(backends.all2all, delay, clock),
+        grouped_gemm=Slow(backends.grouped_gemm, compute, clock),
         attention=slow,
     )
 

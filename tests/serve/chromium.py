@@ -19,8 +19,8 @@ import httpx
 from websockets.sync.client import ClientConnection, connect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-START_S = 30
-WAIT_S = 20
+START_S = 60
+WAIT_S = 60
 
 
 def find_chromium() -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints.writer import make_checkpoint
-from tests.serve.open_streams import Stream, check_drain
+from tests.serve.open_streams import check_drain
 from tests.serve.server import JOINING, Server, running
 
 
@@ -23,12 +23,17 @@ def server(tmp_path_factory, checkpoint) -> Iterator[Server]:
     sections = {
         "model": {"max_model_len": 2048},
         "cache": {"num_blocks": 1024},
-        "serve": {"replicas": 2, "log_format": "json", "access_log": True},
+        "serve": {
+            "replicas": 2,
+            "log_format": "json",
+            "access_log": True,
+            "drain_timeout_s": 90,
+        },
     }
     with running(tmp_path_factory.mktemp("server"), checkpoint, **sections) as server:
         assert len(server.ranks()) == 2
         yield server
-        check_drain(server, [Stream(server, 1000) for _ in range(2)])
+        check_drain(server)
 
 
 @pytest.fixture(scope="package")

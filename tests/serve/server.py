@@ -1,8 +1,9 @@
 """A real server in a process of its own, as a person starts it."""
 
+import math
 import os
-import random
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -31,6 +33,8 @@ ACTORS = ("RankActor", "ServeReplica", "SupervisorActor")
 GCS_ADDRESS = re.compile(r"raylet .*--gcs-address=(\S+)")
 SESSION_FOLDER = re.compile(r"raylet .*--raylet_socket_name=(\S+)/sockets/raylet")
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+ANSWER_S = 60.0  # httpx gives up after 5 s, for which a busy machine may stop a process
+FREE_STEPS = 1000  # a request of a client that has left would run for 1,200 or more
 
 
 class Server:
@@ -72,7 +76,7 @@ class Server:
     def actors(self, *kinds: str) -> list[psutil.Process]:
         """The processes of its actors, or of these kinds of them."""
         titles = tuple(f"ray::{kind}" for kind in kinds or ACTORS)
-        return [p for p in self.descendants() if _title(p).startswith(titles)]
+        return [p for p in self.descendants() if title(p).startswith(titles)]
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the rank actors."""
@@ -96,34 +100,56 @@ class Server:
         return Path(self._of_raylet(SESSION_FOLDER))
 
     def _of_raylet(self, pattern: re.Pattern[str]) -> str:
-        titles = (_title(process) for process in self.descendants())
-        return next(found[1] for title in titles if (found := pattern.search(title)))
+        titles = (title(process) for process in self.descendants())
+        return next(found[1] for text in titles if (found := pattern.search(text)))
 
-    def gauges(self) -> dict[str, float]:
-        """What runs, what waits and how full the caches are; sums over the ranks."""
-        found = dict.fromkeys(GAUGES, 0.0)
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
-            name = line.partition("{")[0].removeprefix("phalanx:")
-            if name in found:
-                found[name] += float(line.split()[-1])
-        return found
+    def get(self, path: str) -> httpx.Response:
+        """The answer to a GET."""
+        return httpx.get(f"{self.url}{path}", timeout=ANSWER_S)
 
-    def wait_free(self, seconds: float = 1.0) -> None:
-        """Nothing runs, nothing waits, no block is held; a second is what clients are promised."""
-        deadline = time.monotonic() + seconds
-        while any((now := self.gauges()).values()):
+    def post(self, path: str, **fields: Any) -> httpx.Response:
+        """The answer to a POST; the fields are those of httpx."""
+        return httpx.post(f"{self.url}{path}", timeout=ANSWER_S, **fields)
+
+    def figures(self, name: str) -> list[float]:
+        """The samples of a metric, one for each rank."""
+        lines = self.get("/metrics").text.splitlines()
+        return [float(line.split()[-1]) for line in lines if line.startswith(f"phalanx:{name}{{")]
+
+    def wait_free(self, seconds: float | None = None) -> None:
+        """Nothing runs, nothing waits, no block is held, no request is open.
+
+        By default within `FREE_STEPS`: how long a step takes depends on what else the machine computes.
+        """
+        deadline = time.monotonic() + (seconds or ANSWER_S)
+        last_step = self._step() + FREE_STEPS if seconds is None else math.inf
+        while any(now := [sum(self.figures(name)) for name in GAUGES] + self._open_requests()):
             assert time.monotonic() < deadline, now
+            assert self._step() <= last_step, now
             time.sleep(0.05)
 
-    def stop(self, number: int = signal.SIGINT) -> tuple[float, list[psutil.Process]]:
-        """Seconds until it ended, and what it left running."""
+    def _step(self) -> float:
+        return max(self.figures("steps_total"), default=0.0)
+
+    def _open_requests(self) -> list[float]:
+        """Those whose clients an ingress has not left yet, of which a rank may know nothing."""
+        return [self.get("/load").json()["server_load"]]
+
+    def stop(
+        self, number: int = signal.SIGINT, family: list[psutil.Process] | None = None
+    ) -> tuple[float, list[psutil.Process]]:
+        """Seconds until it ended, and what it left running.
+
+        family: its descendants, where the time to find them matters
+        """
+        if family is None:
+            family = self.descendants() if self.process.poll() is None else []
         started = time.monotonic()
-        family = self.descendants() if self.process.poll() is None else []
         if self.process.poll() is None:
             self.process.send_signal(number)
-        self.process.wait(30)
+        self.process.wait(60)
         seconds = time.monotonic() - started
-        alive = left_running(family, 10)
+        alive = left_running(family, 30)
         for process in alive:
             process.kill()
         return seconds, alive
@@ -142,10 +168,18 @@ def left_running(family: list[psutil.Process], seconds: float) -> list[psutil.Pr
     return left
 
 
-def _title(process: psutil.Process) -> str:
+def title(process: psutil.Process) -> str:
     """The command line, which Ray's actors replace; nothing of a process that has ended."""
     try:
         return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def variables(process: psutil.Process) -> str:
+    """The environment variables; nothing of a process that has ended."""
+    try:
+        return str(process.environ())
     except psutil.Error:
         return ""
 
@@ -167,7 +201,7 @@ def _runs(process: psutil.Process) -> bool:
 def free_port() -> int:
     """A port that was free a moment ago, below the ports that the system gives to other tests' connections."""
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = secrets.choice(range(20_000, 32_000))  # a seed of `random` would give it again
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -44,10 +44,10 @@ def test_an_abandoned_supervisor_leaves_no_process(local_ray):
     process = psutil.Process(ray.get(handle.pid.remote()))
     waiting = handle.drain_requested.remote()  # as an ingress does
     ray.get(handle.start.remote(config))
-    process.wait(15)
+    process.wait(60)
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(waiting)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             ray.get_actor("abandoned")

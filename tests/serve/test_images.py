@@ -83,7 +83,7 @@ def test_a_stream_with_an_image_outlives_its_rank(client: openai.OpenAI, eyes: S
         for chunk in stream:
             text += chunk.choices[0].delta.content or ""
         assert text == expected
-    eyes.wait_free(30)
+    eyes.wait_free(60)
 
 
 def test_responses_with_images(client: openai.OpenAI, eyes: Server) -> None:
@@ -142,5 +142,5 @@ def test_bad_images_leave_nothing(client: openai.OpenAI, eyes: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="image 0: it has more than 20971520 bytes"):
         ask(client, large)
     assert time.monotonic() - started < 60
-    assert httpx.get(f"{eyes.url}/load").json() == {"server_load": 0}
-    eyes.wait_free(5)
+    assert httpx.get(f"{eyes.url}/load", timeout=60).json() == {"server_load": 0}
+    eyes.wait_free(60)

@@ -24,6 +24,8 @@ from tests.serve.server import (
     free_port,
     left_running,
     running,
+    title,
+    variables,
     write_config,
 )
 
@@ -42,13 +44,13 @@ def test_stops_while_it_starts_and_starts_nothing_more(tmp_path, checkpoint, mon
             assert server.process.poll() is None, server.log.read_text()
             assert time.monotonic() < deadline, server.log.read_text()
             time.sleep(0.05)
-        assert "raylet" in " ".join(process.name() for process in server.descendants())
-        assert not [p for p in server.descendants() if KEY in str(p.environ())]
+        assert "raylet" in " ".join(map(title, server.descendants()))
+        assert not [p for p in server.descendants() if KEY in variables(p)]
         seconds, left = server.stop()
     finally:
         server.stop()
     output = server.log.read_text()
-    assert seconds < 20 and not left, (seconds, left)  # Ray may create the supervisor meanwhile
+    assert seconds < 40 and not left, (seconds, left)  # Ray may create the supervisor meanwhile
     assert server.process.returncode == 0, output
     assert "ready" not in output and "WARNING" not in output, output  # Ray warns of a second start
 
@@ -140,7 +142,9 @@ def _stop_a_rank_of_an_idle_group(server: Server) -> None:
     assert stays in server.ranks()
     assert not left_running([stopped], 20), "the stopped process is left"
     asked = [sys.executable, "-m", "cluster.cli", "status", server.url, "--json"]
-    answer = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    answer = subprocess.run(
+        asked, cwd=ROOT, capture_output=True, text=True, timeout=START_TIMEOUT_S
+    )
     assert answer.returncode == 0, answer.stderr
     (state,) = json.loads(answer.stdout)["groups"]
     assert (state["state"], state["epoch"], state["rebuilds"]) == ("serving", 1, 1)
@@ -160,7 +164,7 @@ def test_a_server_ends_with_its_gcs(tmp_path, checkpoint):
         assert server.process.wait(30) == 1
         hit.join(30)
         assert not hit.is_alive(), "the stream hangs"
-        assert not left_running(family, 10)
+        assert not left_running(family, 30)
         printed = server.log.read_text().split("ready in")[1]
         assert "error: Ray's process gcs_server has ended" in printed, printed
         assert "Traceback" not in printed, printed
@@ -168,7 +172,9 @@ def test_a_server_ends_with_its_gcs(tmp_path, checkpoint):
 
 def run_serve(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "cluster.cli", "serve", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=START_TIMEOUT_S
+    )
 
 
 def test_a_taken_port_is_named(tmp_path, checkpoint):

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -198,10 +197,7 @@ def test_stop_keeps_what_came_and_regenerate_replaces_it(page, server):
         press()
         page.wait(IDLE)
         assert text_of(page, ".message:last-child .note") == "stopped"
-    deadline = time.monotonic() + 2
-    while any(rank["running"] for rank in httpx.get(f"{server.url}/ranks").json()["ranks"]):
-        assert time.monotonic() < deadline, "the request still runs"
-        time.sleep(0.05)
+    server.wait_free()
 
     stopped = page.js(f"{ANSWER}.textContent")
     page.js("document.querySelector('[name=min_tokens]').remove()")
@@ -249,7 +245,7 @@ def test_the_servers_refusal_is_shown_as_it_said_it(page, server):
     say(page, "hi")
     error = page.wait(f"{IDLE} && document.querySelector('.error:not([hidden])')?.textContent")
     body = page.bodies("/v1/chat/completions")[-1]
-    refusal = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    refusal = server.post("/v1/chat/completions", json=body)
     assert refusal.status_code == 400 and error == refusal.json()["error"]["message"]
     page.fill("[name=max_tokens]", "4")
     page.click(".message:last-child .again")

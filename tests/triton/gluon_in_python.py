@@ -19,7 +19,7 @@ import torch
 import triton  # noqa: F401 - before its parts are replaced
 
 SHARED_PARTS = ("kernels.triton.hopper_ring", "kernels.triton.hopper_tiles")
-PATIENCE_S = 10.0  # at a barrier, after which the kernel is taken for stuck
+PATIENCE_S = 60.0  # at a barrier, after which the kernel is taken for stuck
 ADDRESSES = 2**63  # of two bytes each, after which they begin anew
 
 Pending = list[Callable[[], object]]

@@ -96,6 +96,7 @@ class FakeBackend:
         self.options: dict[str, dict[str, Any]] = {}  # priority, cache_salt, rank
         self.aborted: list[str] = []
         self.open: set[str] = set()
+        self.hanging: set[str] = set()  # requests with all tokens that `hang_after` allows
         self.ready = (True, "")
         self.operations: list[tuple[str, Any]] = []
         self.adapters: dict[str, str] = {}
@@ -128,6 +129,7 @@ class FakeBackend:
             for step, tokens in enumerate(self.script(prompt_token_ids, params)):
                 await asyncio.sleep(0)
                 if self.hang_after is not None and step >= self.hang_after:
+                    self.hanging.add(request_id)
                     await asyncio.Event().wait()
                 if self.fail_after and step >= self.fail_after[0]:
                     raise self.fail_after[1]
@@ -158,6 +160,7 @@ class FakeBackend:
                     return
         finally:
             self.open.discard(request_id)
+            self.hanging.discard(request_id)
             if not finished:
                 self.aborted.append(request_id)
 

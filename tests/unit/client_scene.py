@@ -72,6 +72,18 @@ class Scene:
         self.supervisor.launchers[group].handles[rank].dead = True
         ranks[rank].ended.set_exception(ActorDiedError())
 
+    def hold_rebuild(self, group: int) -> asyncio.Event:
+        """Let the next epoch of a group begin when the event is set, not before."""
+        (rank, *_), begins = self.ranks_of(group), asyncio.Event()
+        run_stage = rank.run_stage
+
+        async def run_stage_late(name: str) -> None:
+            await begins.wait()
+            await run_stage(name)
+
+        rank.run_stage = run_stage_late  # type: ignore[method-assign]
+        return begins
+
     def ask(self, request_id: str, **options: Any) -> "asyncio.Task[None]":
         """Send a request and collect its tokens in `answers`."""
         self.answers[request_id] = []
@@ -139,7 +151,7 @@ def use_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(coroutine: Awaitable[Any]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             return await coroutine
 
     return asyncio.run(bounded())

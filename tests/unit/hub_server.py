@@ -32,10 +32,10 @@ class HubServer:
         self.requests: list[str] = []
         self.tokens: set[str | None] = set()
         self.broken = False
-        self.stalled = (
-            threading.Event()
-        )  # set by a download of weights that gets no answer, once `stall` is true
+        # Set by a download of weights that gets no answer until `close`, once `stall` is true.
+        self.stalled = threading.Event()
         self.stall = False
+        self._closed = threading.Event()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_port}"
@@ -43,6 +43,7 @@ class HubServer:
 
     def close(self) -> None:
         """Stop listening."""
+        self._closed.set()
         self._http.shutdown()
         self._http.server_close()
 
@@ -78,7 +79,7 @@ def _handler(server: HubServer) -> type[BaseHTTPRequestHandler]:
             if parts[0] == "cdn":  # the place of large files
                 if server.stall:
                     server.stalled.set()
-                    threading.Event().wait(60)
+                    server._closed.wait()
                 _, owner, model, sha, *name = parts
                 files = server.repositories[f"{owner}/{model}"].commits[sha]
                 return self._send(200, files["/".join(name)])

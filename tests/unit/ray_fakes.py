@@ -61,7 +61,7 @@ class FakeRank:
         self.ended: asyncio.Future[None] | None = None
         self.loop: Pulse | None = Pulse(0, "sleep", 0.0)
         self.died = False
-        self.requests: dict[str, EngineRequest] = {}
+        self.requests: dict[str, EngineRequest] = {}  # the inbox's thread adds: copy it to iterate
         self.aborted: list[str] = []
         self.digest = "of adapters"
         self.versions = {"phalanx": "1.0", "torch": "2.0"}
@@ -174,7 +174,7 @@ class FakeRank:
     def _abort_lease(self, lease_id: str) -> None:
         if self.streams is not None:
             self.streams.close(lease_id)
-        for name in [n for n, r in self.requests.items() if r.ingress_id == lease_id]:
+        for name in [n for n, r in self.requests.copy().items() if r.ingress_id == lease_id]:
             del self.requests[name]
 
     # What the inbox's thread calls.
@@ -363,8 +363,8 @@ def fake_group(
     return group, ranks, launcher
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Wait until a condition holds."""
-    async with asyncio.timeout(seconds):
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds. The limit is longer than a pause of a busy machine."""
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)

@@ -153,7 +153,7 @@ def test_a_rank_leaves_after_the_join_that_is_under_way(monkeypatch):
         may_go, steps = threading.Event(), []
 
         def join(*_: Any) -> None:
-            may_go.wait(5)
+            assert may_go.wait(60)
             steps.append("joined")
 
         monkeypatch.setattr(subject, "_join_group", join)

@@ -130,6 +130,19 @@ def test_a_silent_rank_is_named_and_its_probe_aborted():
     assert api.get("/ready").status_code == 200
 
 
+def test_a_pause_of_the_ingress_is_no_silence():
+    class Pausing(Ranks):
+        async def generate(self, request_id, prompt_token_ids, params, **options):
+            if options["rank"] == 0:
+                time.sleep(0.06)
+            for _ in range(5):  # the tokens come a few turns of the loop later
+                await asyncio.sleep(0)
+            async for output in super().generate(request_id, prompt_token_ids, params, **options):
+                yield output
+
+    assert Api(Pausing(), probe_timeout_s=0.05).get("/ready").status_code == 200
+
+
 def test_a_busy_rank_is_ready_though_its_probe_waits():
     api = Api(Ranks(silent=(1, 2), moving=(1,)), probe_timeout_s=0.05)
     assert assert_error(api.get("/ready"), 503)["message"].endswith("from rank 2")
@@ -263,18 +276,17 @@ def test_wrong_tokenize_requests(path, body, status, param):
 def test_detokenizing_many_ids_lets_the_event_loop_run():
     token_ids = list(range(256)) * 1000
 
-    async def longest_pause():
+    async def count_turns():
         work = asyncio.create_task(asyncio.to_thread(tiny_tokenizer().decode, token_ids))
-        started, longest = time.perf_counter(), 0.0
-        last = started
+        turns = 0
         while not work.done():
             await asyncio.sleep(0.001)
-            longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+            turns += 1
         assert len(await work) > 100_000
-        return longest / (time.perf_counter() - started)
+        return turns
 
     tiny_tokenizer()
-    assert asyncio.run(longest_pause()) < 0.7  # all of it when decoding holds the GIL
+    assert asyncio.run(count_turns()) > 5  # one or two when decoding holds the GIL
 
 
 ORIGIN = {"origin": "https://chat.example"}

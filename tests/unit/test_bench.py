@@ -131,8 +131,13 @@ def test_errors_are_counted_by_kind() -> None:
     assert (broken["completed"], broken["errors"]) == (0, {"connection closed": 3})
     failing = run(FakeServer(error_event=True), requests=3, warmup=0)["median"]
     assert failing["errors"] == {"stream: server_error": 3}
-    slow = run(FakeServer(), requests=1, warmup=0, output_len=60, timeout_s=0.15)["median"]
-    assert slow["errors"] == {"timeout": 1}
+
+
+def test_an_answer_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load(requests=1, warmup=0, output_len=60, timeout_s=15 * STEP_S)
+    session = run_virtual(monkeypatch, {"a": FakeServer()}, settings)
+    (result,) = session.servers[0].results({})
+    assert (result.completed, result.errors) == (0, {"timeout": 1})
 
 
 def test_server_that_refuses_every_form() -> None:
@@ -254,13 +259,15 @@ def test_client_cost_of_a_chunk() -> None:
         response = asyncio.ensure_future(request)
         await asyncio.sleep(0)
         connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-        started = time.process_time()
-        for _ in range(5000):
-            connection.data_received(framed)
-        seconds = time.process_time() - started
+        costs = []  # the least one is without garbage collections
+        for _ in range(10):
+            started = time.thread_time()
+            for _ in range(500):
+                connection.data_received(framed)
+            costs.append((time.thread_time() - started) / 500)
         connection.data_received(b"0\r\n\r\n")
         await response
-        return seconds / 5000
+        return min(costs)
 
     assert asyncio.run(feed()) < 50e-6  # 2 us here; a JSON parse and an HTTP library cost 60
     assert len(answer.chunk_times) == 5000

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -157,9 +158,10 @@ def test_probes_reach_each_other_and_name_what_they_do_not_reach() -> None:
     one, other = (NodeProbe("127.0.0.1", ModelSection(path="nowhere")) for _ in range(2))
     assert one.port() != other.port() and one.interface() == "lo"
     assert one.reach({"127.0.0.1": other.port()}) == {}
-    closed = other.port()
-    other._listener.close()
-    assert list(one.reach({"127.0.0.1": closed})) == ["127.0.0.1"]
+    with socket.socket() as silent:  # has a port that no other process gets, and does not listen
+        silent.bind(("127.0.0.1", 0))
+        closed = silent.getsockname()[1]
+        assert list(one.reach({"127.0.0.1": closed})) == ["127.0.0.1"]
     assert one.checkpoint().missing == ("config.json", "model.safetensors")
 
 

@@ -175,6 +175,27 @@ def test_two_copies_into_one_shared_folder(
     assert data == (source / "model.safetensors").read_bytes()
 
 
+def test_a_part_that_another_process_completes_is_no_error(
+    server: CheckpointServer, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It renames the part between a look at the part and the next one."""
+    target = tmp_path / "shared"
+    target.mkdir()
+    part = target / "config.json.part"
+    part.write_text("{}")
+    exists = Path.exists
+
+    def complete(path: Path, **options: bool) -> bool:
+        found = exists(path, **options)
+        if path == part and found:
+            part.rename(target / "config.json")
+        return found
+
+    monkeypatch.setattr(Path, "exists", complete)
+    copy_files(server.address, {"config.json": file_facts(source / "config.json")}, target)
+    assert files_in(target) == {"config.json"}
+
+
 def test_what_a_checkpoint_lacks(tmp_path: Path) -> None:
     assert find_files(tmp_path / "nowhere", weights=True).missing == (
         "config.json",

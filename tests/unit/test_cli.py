@@ -1,7 +1,6 @@
 """The `phalanx` command: output, messages and exit codes. Serving itself is tested in tests/serve."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from cluster.commands import check as checking
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import json_schema
 from tests.checkpoints.writer import make_checkpoint
+from tests.serve.server import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -224,13 +224,15 @@ def test_serve_says_when_ray_does_not_start(
 ) -> None:
     import ray
 
+    from cluster.commands import serve
+
     def fail(*_: Any, **__: Any) -> None:
         raise Exception("the raylet is slow")
 
     monkeypatch.setattr(ray, "init", fail)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    result = run("serve", yaml_path, "--set", f"serve.port={port}", *settings)
+    # What a server changes in its process would stay for the tests after this one.
+    monkeypatch.setattr(serve, "set_up_logging", lambda *_: None)
+    monkeypatch.setattr(serve.StopSignals, "install", lambda self: None)
+    result = run("serve", yaml_path, "--set", f"serve.port={free_port()}", *settings)
     assert result.exit_code == 1
     assert f"error: {says}" in " ".join(result.stderr.split())

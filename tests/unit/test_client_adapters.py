@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,7 +36,8 @@ def test_a_loaded_adapter_takes_requests_and_keeps_its_id_over_a_rebuild(tmp_pat
             await now.client.load_adapter("fr", str(tmp_path))
             assert now.client.adapters == {"fr": str(tmp_path)}
             task = now.ask("r", adapter="fr")
-            (rank,) = [rank for rank in now.ranks if await _has(rank, "r")]
+            await until(lambda: any("r" in rank.requests for rank in now.ranks))
+            (rank,) = [rank for rank in now.ranks if "r" in rank.requests]
             adapter = rank.requests["r"].adapter
             assert adapter == rank.calls["stage_adapter"][0][0].id > 0
             await rank.emit("r", 0, 2)
@@ -52,11 +52,6 @@ def test_a_loaded_adapter_takes_requests_and_keeps_its_id_over_a_rebuild(tmp_pat
             await task
 
     run(check())
-
-
-async def _has(rank: Any, name: str) -> bool:
-    await asyncio.sleep(0.05)
-    return name in rank.requests
 
 
 @pytest.mark.parametrize("fault", ["an error", "other files"])

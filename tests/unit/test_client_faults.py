@@ -80,6 +80,7 @@ def test_an_expired_lease_and_a_new_epoch_submit_a_request_once() -> None:
             await until(lambda: now.group.health.epoch == 1)
             may_register.set()
             await until(lambda: now.group.reachable)
+            await until(lambda: "a~2" in now.ranks[0].requests)
             for _ in range(20):  # heartbeats
                 await asyncio.sleep(engine_client.HEARTBEAT_S / 4)
             assert list(now.ranks[0].requests) == ["a~2"], "the request runs once"

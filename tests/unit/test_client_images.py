@@ -29,6 +29,7 @@ def test_images_go_to_the_next_rank_after_a_death(monkeypatch: pytest.MonkeyPatc
             first = now.ranks[1].requests["a"]
             assert first.images == (CAT, replace(DOG, offset=2))
             await now.ranks[1].emit("a", 0, 3)
+            await until(lambda: len(now.answers["a"]) == 3)
             await now.kill(1)
             await until(lambda: "a~2" in now.ranks[1].requests)
             again = now.ranks[1].requests["a~2"]

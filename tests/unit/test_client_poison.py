@@ -39,7 +39,8 @@ async def serve(now: Scene, rank: int, name: str, *, finish: bool = False) -> No
 
 
 def on_trial(now: Scene, rank: int) -> set[str]:
-    return {name for name, request in now.ranks[rank].requests.items() if request.on_trial}
+    requests = now.ranks[rank].requests.copy()
+    return {name for name, request in requests.items() if request.on_trial}
 
 
 async def reaches(now: Scene, rank: int, *names: str) -> None:

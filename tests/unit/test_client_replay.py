@@ -101,7 +101,7 @@ async def play(now: Scene, answer: "asyncio.Task[Any]", size: int) -> list[Engin
 
     def next_turn() -> bool:
         """Whether each open request is in its rank, in the present epoch."""
-        here = {name for rank in now.ranks for name in rank.requests}
+        here = {name for rank in now.ranks for name in rank.requests.copy()}
         in_epoch = now.group.epoch == epoch and now.group.reachable
         return answer.done() or (in_epoch and bool(here) and set(now.group.open) <= here)
 
@@ -109,7 +109,7 @@ async def play(now: Scene, answer: "asyncio.Task[Any]", size: int) -> list[Engin
         await until(next_turn)
         if answer.done():
             return seen
-        turn = [(rank, request) for rank in now.ranks for request in rank.requests.values()]
+        turn = [(rank, request) for rank in now.ranks for request in list(rank.requests.values())]
         expected = {}
         for rank, request in turn:
             seen.append(request)

@@ -1,18 +1,21 @@
 """Votes between hosts: rows arrive though datagrams are lost, a slow rank is not lost, a silent one is."""
 
 import json
+import select
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kernels.host.links import HostNetwork
+from workers.engine import datagram_vote
 from workers.engine.datagram_vote import _ROWS, DatagramVoteTransport
 from workers.parallel import ParallelDims
 from workers.step.step_sync import AbortedError, LockstepError
@@ -132,6 +135,40 @@ def test_a_rank_that_left_is_noticed_at_once():
         transports[1].close()
         with pytest.raises(LockstepError, match="rank 1 left the group"):
             transports[0].all_gather(np.zeros(1, dtype=np.int64))
+
+
+def test_the_row_counts_of_a_rank_that_left_behind_it():
+    """The kernel reports the closed socket of the peer before the row that arrived earlier."""
+    with ranks_on_hosts(2) as transports:
+        first, second = (np.array([rank], dtype=np.int64) for rank in range(2))
+        with ThreadPoolExecutor(1) as pool:
+            leaving = pool.submit(transports[1].all_gather, second)
+            assert select.select([transports[0]._peers[0].messages], [], [], PATIENT_S)[0]
+            transports[1].abort()
+            with pytest.raises(AbortedError):
+                leaving.result(PATIENT_S)
+        transports[1].close()
+        assert transports[0].all_gather(first).tolist() == [[0], [1]]
+        with pytest.raises(LockstepError, match="rank 1 left the group"):
+            transports[0].all_gather(first)
+
+
+def test_a_pause_of_this_process_is_no_silence_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a busy machine, where the peer is paused at the same time."""
+    moments: list[float] = []
+
+    def paused() -> float:
+        moments.append(100.0 * len(moments))
+        return moments[-1]
+
+    monkeypatch.setattr(datagram_vote, "time", SimpleNamespace(monotonic=paused, sleep=time.sleep))
+    with ranks_on_hosts(2) as transports, ThreadPoolExecutor(1) as pool:
+        row = np.zeros(1, dtype=np.int64)
+        waiting = pool.submit(transports[0].all_gather, row)
+        while len(moments) < 5 and not waiting.done():
+            time.sleep(0.01)
+        transports[1].all_gather(row)
+        assert waiting.result(PATIENT_S).shape == (2, 1)
 
 
 def test_an_abort_ends_the_wait():

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import ray
 
 from cluster.supervisor import group, launcher, lost_nodes, placement, relocation, supervisor
 from cluster.supervisor.launcher import RankLauncher
+from cluster.supervisor.placement import PlacementError
 from kernels.routing.expert_map import STANDBY
 from tests.unit.ray_fakes import rank_config, until
 from tests.unit.test_rebuild import Scene, run
@@ -221,6 +223,43 @@ def test_a_second_move_gives_the_place_of_the_first_back(cluster: dict[str, Any]
         subject.kill()
         assert cluster["made"][1].removed
 
+    run(scenario())
+
+
+@pytest.mark.parametrize("how", ["kill", "cancel"])
+@pytest.mark.parametrize("what", ["move", "start"])
+def test_a_place_that_ray_reserves_too_late_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, cluster: dict[str, Any], what: str, how: str
+) -> None:
+    """A group that ended meanwhile, as one that drains beside other groups, kept the place with a process in it."""
+    made: list[FakePlace] = []
+
+    async def scenario() -> None:
+        subject, loop = two_nodes(), asyncio.get_running_loop()
+        move, start = subject.move(1), subject.start(STANDBY, rank_config(2, num_nodes=2), 0)
+        task = asyncio.create_task({"move": move, "start": start}[what])
+        {"move": start, "start": move}[what].close()
+
+        def wait(place: FakePlace, timeout_s: float) -> bool:
+            made.append(place)
+            loop.call_soon_threadsafe(subject.kill if how == "kill" else task.cancel)
+            loop.call_soon_threadsafe(went_on.set)
+            return went_on.wait(60)
+
+        went_on = threading.Event()
+        monkeypatch.setattr(FakePlace, "wait", wait)
+        await asyncio.wait([task])
+        if how == "cancel":
+            assert task.cancelled()
+        elif what == "move":
+            assert task.result() is False
+        else:
+            with pytest.raises(PlacementError):
+                task.result()
+        assert made[0].removed and not subject._beside and not subject._moved
+
+    monkeypatch.setattr(placement, "create_beside", lambda *_, **__: FakePlace("a"))
+    monkeypatch.setattr(launcher.ray, "remote", lambda kind: pytest.fail("it has started"))
     run(scenario())
 
 

@@ -1,10 +1,16 @@
 """Graphs that idle ranks capture between votes, with ranks as threads and without a model."""
 
 import threading
-import time
 
 from kernels.pending import Pending
-from tests.unit.test_engine import TIMEOUT_S, CountingRunner, Group, ThreadVotes, asynchronous
+from tests.unit.test_engine import (
+    TIMEOUT_S,
+    CountingRunner,
+    Group,
+    ThreadVotes,
+    asynchronous,
+    until,
+)
 from workers.engine.engine import Engine
 from workers.runner.graph_sizes import GraphSizes
 from workers.step.step_output import StepOutput
@@ -43,10 +49,7 @@ class CapturingGroup(Group):
         super().__init__(num_ranks, asynchronous)
 
     def until_all(self, activity: str) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while any(engine.activity()[1] != activity for engine in self.engines):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until(lambda: all(engine.activity()[1] == activity for engine in self.engines))
 
     def _engine(self, rank: int, votes: ThreadVotes) -> Engine:
         engine = super()._engine(rank, votes)

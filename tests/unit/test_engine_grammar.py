@@ -3,7 +3,7 @@
 import threading
 
 from tests.unit.schedulers import make_scheduler
-from tests.unit.test_engine import CountingRunner, ThreadVotes
+from tests.unit.test_engine import TIMEOUT_S, CountingRunner, ThreadVotes, until
 from workers.engine.engine import Engine
 from workers.step.step_sync import PlanConfig
 from workers.wire.request import EngineRequest, SamplingParams
@@ -109,18 +109,13 @@ def test_a_sleeping_engine_wakes_for_a_compiled_grammar():
     thread = threading.Thread(target=server.engine.run, daemon=True)
     server.submit("a", "g")
     thread.start()
-    for _ in range(1000):
-        if server.compiler.waiting:
-            break
-        threading.Event().wait(0.01)
+    until(lambda: server.compiler.waiting)
+    until(lambda: server.engine.activity()[1] == "sleep")
     server.compiler.waiting[0](FakeGrammar(complete_after=1))
-    for _ in range(1000):
-        if "a" in server.outputs:
-            break
-        threading.Event().wait(0.01)
+    until(lambda: server.outputs.get("a"))
     assert server.end("a") == ("stop", None)
     server.engine.stop()
-    thread.join(10)
+    thread.join(TIMEOUT_S)
     assert not thread.is_alive()
 
 

@@ -1,13 +1,12 @@
 """What an engine reports of itself: its activity, and counts that leave probes out. Without a model."""
 
 import threading
-import time
 from dataclasses import replace
 
 import pytest
 
 from kernels.pending import Pending
-from tests.unit.test_engine import TIMEOUT_S, Alone, Group
+from tests.unit.test_engine import TIMEOUT_S, Alone, Group, until
 from workers.sampling.no_token import (
     ALL_FORBIDDEN,
     INVALID_LOGITS,
@@ -19,7 +18,7 @@ from workers.sampling.no_token import (
 def test_the_activity_shows_the_rank_that_others_wait_for():
     group = Group(2, False)
     zero, one = group.engines
-    until(lambda: zero.activity()[1] == one.activity()[1] == "sleep")
+    group.wait_asleep()
     first, launch, released = one.activity()[0], one.runner.launch, threading.Event()
 
     def stuck(batch, plan):
@@ -28,21 +27,14 @@ def test_the_activity_shows_the_rank_that_others_wait_for():
 
     one.runner.launch = stuck
     group.submit(0, "a")
-    until(lambda: (zero.activity()[1], one.activity()[1]) == ("vote", "step"))
-    assert zero.activity()[0] == one.activity()[0] == first + 1, "both have voted once"
+    # Both have voted once. Rank 1 is in a step before its first vote too, when rank 0 waits in that vote.
+    until(lambda: (zero.activity(), one.activity()) == ((first + 1, "vote"), (first + 1, "step")))
     released.set()
     group.wait("a")
-    until(lambda: zero.activity()[1] == one.activity()[1] == "sleep")
+    group.wait_asleep()
     assert zero.activity()[0] > first + 1
     zero.stop()
     group.join()
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def run_with_no_token_first(now: Alone, number: int) -> None:

@@ -208,10 +208,10 @@ def test_a_thousand_cells_are_planned_in_two_seconds(folder: Path) -> None:
         "scheduler.max_num_seqs": list(range(1, 11)),
         "workload.requests": list(range(1, 11)),
     }
-    started = time.process_time()
+    started = time.thread_time()
     found = load_experiment(write(folder, sweep={"grid": grid}))
     lines = plan.describe(found, plan.ordered_runs(found), set())
-    assert time.process_time() - started < 2
+    assert time.thread_time() - started < 2
     assert len(found.cells) == 1000 and any("more cells" in line for line in lines)
 
 

@@ -19,7 +19,7 @@ from workers.stats.versions import rank_versions
 
 def run(coroutine: Awaitable[Any]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             return await coroutine
 
     return asyncio.run(bounded())
@@ -135,9 +135,8 @@ def test_without_rebuilds_a_dead_rank_fails_the_group():
 
 
 def test_the_rank_that_lost_a_peer_is_not_the_cause(monkeypatch):
-    monkeypatch.setattr(failures, "ROOT_CAUSE_WAIT_S", 0.2)
-
-    async def end(*ends: tuple[int, Exception]) -> str:
+    async def end(wait_s: float, *ends: tuple[int, Exception]) -> str:
+        monkeypatch.setattr(failures, "ROOT_CAUSE_WAIT_S", wait_s)
         subject, ranks, _ = fake_group(3)
         await subject.start()
         watch = asyncio.create_task(subject.watch())
@@ -148,14 +147,15 @@ def test_the_rank_that_lost_a_peer_is_not_the_cause(monkeypatch):
         return await watch
 
     lost = remote(PeerFailedError("LockstepError: rank 2 did not vote"))
-    assert run(end((0, lost), (1, lost), (2, ActorDiedError()))) == "rank 2: its process died"
-    assert run(end((1, lost))) == "rank 1: LockstepError: rank 2 did not vote"
-    assert run(end((0, lost), (1, remote(RankFailedError("KeyError: 7"))))) == "rank 1: KeyError: 7"
+    died, failed = ActorDiedError(), remote(RankFailedError("KeyError: 7"))
+    assert run(end(60.0, (0, lost), (1, lost), (2, died))) == "rank 2: its process died"
+    assert run(end(0.02, (1, lost))) == "rank 1: LockstepError: rank 2 did not vote"
+    assert run(end(60.0, (0, lost), (1, failed))) == "rank 1: KeyError: 7"
 
 
 @pytest.mark.parametrize("ends_on_stop", [True, False])
 def test_a_stop_is_no_failure(monkeypatch, caplog, ends_on_stop):
-    monkeypatch.setattr(group, "STOP_TIMEOUT_S", 3.0 if ends_on_stop else 0.05)
+    monkeypatch.setattr(group, "STOP_TIMEOUT_S", 60.0 if ends_on_stop else 0.05)
 
     async def scenario() -> None:
         subject, ranks, launcher = fake_group()
@@ -174,7 +174,8 @@ def test_a_stop_is_no_failure(monkeypatch, caplog, ends_on_stop):
         assert subject.health.state == "stopped" and launcher.killed == 1
 
     run(scenario())
-    assert bool(caplog.records) != ends_on_stop
+    ours = [record for record in caplog.records if record.name.startswith("cluster.")]
+    assert bool(ours) != ends_on_stop, "asyncio may log what tests before this one have left"
 
 
 def test_a_stop_ends_a_start():

@@ -1,23 +1,25 @@
 """The host tier of a CPU: bytes come back equal or not at all, whatever ends meanwhile."""
 
-import os
-import signal
 import time
 from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.kv_tier_case import (
     LAYOUTS,
     TierCase,
     damaged_rows,
+    keeper_config,
+    kill_process,
     second_client,
     there_and_back,
     tier_case,
 )
 from workers.kv_transfer import keeper_client
 from workers.kv_transfer.connector import Transfer
+from workers.kv_transfer.host_tier import HostTier
 from workers.kv_transfer.keeper_client import KeeperClient
 
 
@@ -44,12 +46,10 @@ def test_a_killed_keeper_costs_its_contents_and_no_more(monkeypatch):
     with tier_case("cpu", "heads") as case:
         items = case.blocks([0, 1, 2])
         case.run(Transfer(items), load=False)
-        os.kill(keeper_pid(case), signal.SIGKILL)
+        kill_process(keeper_pid(case))
         assert case.run(Transfer(items), load=True).done == set()
         assert case.tier.counts()["lost"] >= 1
-        for _ in range(500):
-            if case.tier.wait_ready(0.02):
-                break
+        assert case.tier.wait_ready(60), "the tier does not connect again"
         assert case.run(Transfer(items), load=True).done == set()
         assert case.run(Transfer(items), load=False).done == {item.name for item in items}
         assert case.run(Transfer(items), load=True).done == {item.name for item in items}
@@ -85,9 +85,45 @@ def test_forgotten_contents_are_not_found_and_not_saved_late():
             transfer = Transfer(others)
             case.tier.save(transfer)
             case.tier.forget([others[0].name])
-        while not (ended := case.tier.ended()):
+        assert case.end_of(transfer).done == {others[1].name}
+
+
+def test_what_was_forgotten_without_a_keeper_is_not_found_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.kv_transfer.host_tier.RETRY_S", 1e6)
+    with tier_case("cpu", "heads", disk_path=str(tmp_path)) as case:
+        items = case.blocks([0, 1, 2])
+        case.run(Transfer(items), load=False)
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("*/*.kv"))) < 3:
+            assert time.monotonic() < deadline, "the files are not written"
             time.sleep(1e-3)
-        assert ended == [transfer] and transfer.done == {others[1].name}
+        kill_process(keeper_pid(case))
+        assert case.run(Transfer(items), load=True).done == set()
+        case.tier.forget([items[1].name])
+        case.tier._next_attempt = 0.0
+        case.tier.forget([])  # wakes the thread
+        assert case.tier.wait_ready(60), "the tier does not connect again"
+        found = case.run(Transfer(items), load=True)
+        assert found.done == {items[0].name, items[2].name} and found.origin == {"disk": 2}
+
+
+def test_caches_that_are_bound_while_the_tier_connects_are_used_at_once(monkeypatch):
+    for name in ("RETRY_S", "COUNTS_S"):
+        monkeypatch.setattr(f"workers.kv_transfer.host_tier.{name}", 1e6)
+    connect, caches = HostTier._connect, TierCase(None, torch.device("cpu"), "heads")  # type: ignore[arg-type]
+
+    def connect_before_the_bind(tier: HostTier) -> None:
+        connect(tier)
+        if tier._contents is None:
+            tier.bind(caches.contents)
+
+    monkeypatch.setattr(HostTier, "_connect", connect_before_the_bind)
+    tier = HostTier(keeper_config(2**22), torch.device("cpu"))
+    try:
+        assert tier.wait_ready(20), "the thread sleeps"
+        tier.unbind()
+    finally:
+        tier.close()
 
 
 def test_nothing_is_left_open_when_caches_are_unbound():

@@ -23,6 +23,9 @@ from cluster.ingress.http_server import HttpServer, connections_limit
 from tests.unit.api_fakes import Api, FakeBackend, tiny_checkpoint
 
 LIMITS = LimitsConfig(client_timeout_s=0.4, keep_alive_s=0.4)
+WAIT_S = 60
+SOON_S = 30
+"""Far above LIMITS, because the machine may be busy, and far below the limits that are the default."""
 
 
 def with_server(
@@ -32,26 +35,28 @@ def with_server(
 
     async def scenario():
         api = Api(backend, client_timeout_s=limits.client_timeout_s)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        server = HttpServer(api.app, ServeConfig(port=port, limits=limits, **serve))
-        server.start()
-        try:
-            return await asyncio.to_thread(talk, port)
-        finally:
-            await server.stop()
+        with socket.socket() as taken:  # no other process gets the port, and the server shares it
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+            server = HttpServer(api.app, ServeConfig(port=port, limits=limits, **serve))
+            server.start()
+            try:
+                return await asyncio.to_thread(talk, port)
+            finally:
+                await server.stop()
 
     return asyncio.run(scenario())
 
 
 def connect(port: int) -> socket.socket:
-    for _ in range(200):
+    deadline = time.monotonic() + WAIT_S
+    while True:
         try:
-            return socket.create_connection(("127.0.0.1", port), timeout=5)
+            return socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
         except ConnectionRefusedError:
+            assert time.monotonic() < deadline, "the server does not listen"
             time.sleep(0.01)
-    raise AssertionError("the server does not listen")
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -76,7 +81,7 @@ def test_silence_is_hung_up_on(sent):
             return read_all(connection)[:12], time.monotonic() - started
 
     answer, seconds = with_server(talk)
-    assert answer in (b"", b"HTTP/1.1 408") and seconds < 3
+    assert answer in (b"", b"HTTP/1.1 408") and seconds < SOON_S
 
 
 def test_a_head_that_trickles():
@@ -86,14 +91,14 @@ def test_a_head_that_trickles():
             started = time.monotonic()
             connection.settimeout(0.05)
             answer = b""
-            while not answer and time.monotonic() - started < 5:
+            while not answer and time.monotonic() - started < SOON_S:
                 connection.sendall(b"X-A: b\r\n")
                 with suppress(TimeoutError):
                     answer = connection.recv(65536)
             return answer, time.monotonic() - started
 
     answer, seconds = with_server(talk)
-    assert answer.startswith(b"HTTP/1.1 408 ") and 0.3 < seconds < 3
+    assert answer.startswith(b"HTTP/1.1 408 ") and seconds > 0.3
     assert body_of(answer)["code"] == "invalid_http"
 
 
@@ -127,19 +132,33 @@ def test_nonsense_gets_the_envelope():
 
 
 def test_an_idle_connection_is_closed_and_a_busy_one_kept():
+    def keeps(client: http.client.HTTPConnection) -> bool:
+        """Whether the connection outlives `keep_alive_s` in use; repeated where this process was too slow for that."""
+        client.connect()
+        used = time.monotonic()
+        for _ in range(3):
+            time.sleep(0.2)
+            try:
+                client.request("GET", "/live")
+                assert client.getresponse().read() == b'{"status":"alive"}'
+                assert client.sock is not None, "the server closed a busy connection"
+            except (http.client.HTTPException, ConnectionError):
+                assert time.monotonic() - used > 0.35, "the server closed a busy connection"
+                client.close()
+                return False
+            used = time.monotonic()
+        return True
+
     def talk(port):
         connect(port).close()
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        for _ in range(3):
-            client.request("GET", "/live")
-            assert client.getresponse().read() == b'{"status":"alive"}'
-            assert client.sock is not None, "the server closed a busy connection"
-            time.sleep(0.2)
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+        while not keeps(client):
+            pass
         started = time.monotonic()
         return client.sock.recv(10), time.monotonic() - started
 
     last, seconds = with_server(talk)
-    assert last == b"" and seconds < 2
+    assert last == b"" and seconds < SOON_S
 
 
 def test_a_refused_body_is_read_so_that_its_sender_learns_why():
@@ -168,7 +187,7 @@ def test_a_client_that_does_not_read_is_dropped():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\ncontent-type: application/json\r\n"
             connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + WAIT_S
             while not backend.aborted and time.monotonic() < deadline:
                 time.sleep(0.02)
             return set(backend.open), list(backend.aborted)
@@ -186,7 +205,7 @@ def test_connections_have_a_limit():
         with connect(port) as refused:
             answer = read_all(refused)
         open_ones.pop().close()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + WAIT_S
         while True:  # the server learns of the end a moment later
             with connect(port) as again, suppress(OSError):
                 again.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -215,7 +234,7 @@ def test_https(certificate):
     def talk(port):
         connect(port).close()
         trust = ssl.create_default_context(cafile=cert)
-        client = http.client.HTTPSConnection("localhost", port, timeout=5, context=trust)
+        client = http.client.HTTPSConnection("localhost", port, timeout=WAIT_S, context=trust)
         client.request("GET", "/live")
         return client.getresponse().read()
 

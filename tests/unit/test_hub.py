@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import replace
@@ -312,11 +311,10 @@ def test_a_download_before_the_start(
 def test_a_download_ends_at_a_signal(
     server: HubServer, in_processes: None, yaml_path: Path
 ) -> None:
-    server.stall = True
     config = load_config(yaml_path)
-    started = time.monotonic()
+    server.stall = True  # until `close`, so that only the signal can end the download
     download.run(config, server.stalled.is_set)
-    assert server.stalled.is_set() and time.monotonic() - started < 30
+    assert server.stalled.is_set()
     assert not list(config.model.folder.glob("*.safetensors"))
 
 
@@ -356,7 +354,7 @@ def test_a_rebuild_waits_for_a_hub_that_cannot_be_reached(
         await asyncio.to_thread(hub.fetch_weights, model.path, model.revision)
 
     async def scenario() -> None:
-        now = Scene(rebuild_attempts=1)
+        now = Scene(rebuild_attempts=1, hang_timeout_s=60.0)
         roster = now.group._roster
         roster.config = roster.wanted = roster.config.model_copy(update={"model": model})
         await now.serving(0)
@@ -365,11 +363,11 @@ def test_a_rebuild_waits_for_a_hub_that_cannot_be_reached(
             constants, "HF_HUB_OFFLINE", True
         )  # without a connection it takes 20 s to fail
         now.kill(1)
-        await until(lambda: now.group.health.epoch > 3, 20)
+        await until(lambda: now.group.health.epoch > 3)
         state, _, error = now.group.health
         assert state == "rebuilding" and error.count("HF_HUB_OFFLINE forbids to fetch it") == 1
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        await until(lambda: now.group.health.state == "serving", 20)
+        await until(lambda: now.group.health.state == "serving")
         await now.close()
 
     monkeypatch.setattr(FakeRank, "fetch_checkpoint", fetch_checkpoint)

@@ -14,7 +14,6 @@ from workers.config import SchedulerConfig
 from workers.images.cache import OutputCache
 from workers.images.encoder import ImageEncoder, Order
 from workers.images.limits import ImageLimits
-from workers.images.pace import Pace
 from workers.scheduler.image_queue import ImageQueue
 from workers.scheduler.scheduler import Scheduler
 from workers.specs.vision import Grid, PixelScale, QwenVisionSpec
@@ -41,6 +40,10 @@ SPEC = QwenVisionSpec(
 )
 
 
+WAIT_S = 60
+"""For what comes at once, unless the machine is busy."""
+
+
 class FakeTower:
     """Gives the first pixel of each token. `gate` opens when it may go on; images of pixel 255 raise."""
 
@@ -56,7 +59,7 @@ class FakeTower:
         self, pixels_NP: torch.Tensor, grids: Sequence[Grid], pause: Callable[[], None]
     ) -> torch.Tensor:
         self.began.release()
-        assert self.gate.wait(10)
+        assert self.gate.wait(WAIT_S)
         if (pixels_NP == 255).any():
             raise RuntimeError("a bad pixel")
         for _ in range(SPEC.depth):
@@ -106,7 +109,7 @@ def test_an_image_is_computed_once_for_all_orders(make: Any, tower: FakeTower) -
     tower.gate.clear()
     (first, one), (second, two) = ordered(encoder, image(1)), ordered(encoder, image(2), image(1))
     tower.gate.set()
-    assert one.wait(10) and two.wait(10) and first.complete and second.complete
+    assert one.wait(WAIT_S) and two.wait(WAIT_S) and first.complete and second.complete
     assert sum(tower.calls) == 8 and encoder.num_computed == 2
     third = encoder.order([image(2)], never)
     assert encoder.num_found == 1
@@ -116,7 +119,7 @@ def test_an_image_is_computed_once_for_all_orders(make: Any, tower: FakeTower) -
 def test_a_known_image_does_not_wait_for_others(make: Any, tower: FakeTower) -> None:
     encoder = make()
     first, one = ordered(encoder, image(1))
-    assert one.wait(10)
+    assert one.wait(WAIT_S)
     tower.gate.clear()
     other, _ = ordered(encoder, image(2))
     assert encoder.order([image(1)], never).complete and not other.complete
@@ -128,7 +131,7 @@ def test_images_stay_until_their_last_holder_leaves(make: Any, tower: FakeTower)
     """Room for two images: a third waits for a release, and drops the image that nothing holds."""
     encoder = make(cache=8)
     first, one = ordered(encoder, image(1), image(2), image(1))
-    assert one.wait(10)
+    assert one.wait(WAIT_S)
     other, two = ordered(encoder, image(3))
     encoder.wait()
     last, three = ordered(encoder, image(2))
@@ -138,7 +141,7 @@ def test_images_stay_until_their_last_holder_leaves(make: Any, tower: FakeTower)
     encoder.wait()
     assert not two.is_set(), "the sequence has the image twice"
     first.release(image(1))
-    assert two.wait(10) and three.wait(10)
+    assert two.wait(WAIT_S) and three.wait(WAIT_S)
     assert encoder.num_computed == 3
     first.close()
     assert last.of(image(2)).unique().tolist() == [2.0]
@@ -150,12 +153,33 @@ def test_an_order_that_is_closed_is_not_computed(make: Any, tower: FakeTower) ->
     first, _ = ordered(encoder, image(1))
     second, two = ordered(encoder, image(2))
     third, three = ordered(encoder, image(3))
-    assert tower.began.acquire(timeout=10)
+    assert tower.began.acquire(timeout=WAIT_S)
     first.close(), second.close()
     tower.gate.set()
-    assert three.wait(10) and third.complete and not two.is_set()
+    assert three.wait(WAIT_S) and third.complete and not two.is_set()
     kept = encoder.order([image(1)], never)
     assert kept.complete, "what was computed already is kept"
+
+
+def test_an_order_that_is_closed_while_it_is_completed_holds_nothing(
+    make: Any, tower: FakeTower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = make()
+    tower.gate.clear()
+    order, _ = ordered(encoder, image(1))
+    assert tower.began.acquire(timeout=WAIT_S)
+    hold, closing = encoder._hold, threading.Thread(target=order.close)
+
+    def holding(held: Order) -> bool:
+        closing.start()
+        closing.join(0.1)  # it waits for the encoder
+        return hold(held)
+
+    monkeypatch.setattr(encoder, "_hold", holding)
+    tower.gate.set()
+    encoder.wait()
+    closing.join(WAIT_S)
+    assert order.closed and not order.held and encoder._cache.num_held == 0
 
 
 def test_an_image_that_fails_ends_its_own_orders_alone(make: Any, tower: FakeTower) -> None:
@@ -164,7 +188,7 @@ def test_an_image_that_fails_ends_its_own_orders_alone(make: Any, tower: FakeTow
     orders = [ordered(encoder, image(pixel)) for pixel in (1, 255, 2)]
     tower.gate.set()
     for _, ready in orders:
-        assert ready.wait(10)
+        assert ready.wait(WAIT_S)
     assert [order.complete for order, _ in orders] == [True, False, True]
     assert "a bad pixel" in (orders[1][0].error or "")
 
@@ -173,30 +197,9 @@ def test_a_thread_that_ends_answers_every_order(make: Any, monkeypatch: Any) -> 
     encoder = make()
     monkeypatch.setattr(OutputCache, "put", lambda *_: 1 / 0)
     order, ready = ordered(encoder, image(1))
-    assert ready.wait(10) and "takes no images any more" in (order.error or "")
+    assert ready.wait(WAIT_S) and "takes no images any more" in (order.error or "")
     later, _ = ordered(encoder, image(2))
     assert later.error == order.error and not later.complete
-
-
-def test_the_pace_bounds_blocks_beside_a_step() -> None:
-    pace, taken = Pace(), []
-    pace.stepped(2)
-
-    def work() -> None:
-        for number in range(6):
-            pace.take(1.0)
-            taken.append(number)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(0.1)
-    assert thread.is_alive() and taken == [0, 1]
-    pace.stepped(3)
-    thread.join(0.1)
-    assert thread.is_alive() and taken == [0, 1, 2, 3, 4]
-    pace.free()
-    thread.join(10)
-    assert not thread.is_alive() and len(taken) == 6
 
 
 def test_the_cache_drops_the_image_used_longest_ago() -> None:
@@ -253,6 +256,24 @@ def test_prompts_behind_a_sequence_that_waits_go_on(make: Any, tower: FakeTower)
     assert scheduler.abort("seen") is not None and not scheduler.has_work
 
 
+def test_images_that_come_while_their_sequence_begins_to_wait(make: Any, tower: FakeTower) -> None:
+    encoder, ready = make(), []
+    scheduler = scheduler_of(encoder, ready)
+    tower.gate.clear()
+
+    class Waiting(dict[str, Any]):
+        def __setitem__(self, name: str, seq: Any) -> None:
+            super().__setitem__(name, seq)
+            tower.gate.set()
+            encoder.wait()
+
+    assert scheduler.images is not None
+    scheduler.images.waiting = Waiting()
+    assert scheduler.add(request("a", image(1))) is None
+    assert ready == ["a"] and scheduler.images_ready("a") is None
+    assert step(scheduler) == ["a"] and step(scheduler) == ["a"] and not scheduler.has_work
+
+
 def test_an_abort_and_a_failure_while_a_sequence_waits(make: Any, tower: FakeTower) -> None:
     encoder, ready = make(), []
     scheduler = scheduler_of(encoder, ready)
@@ -273,7 +294,7 @@ def test_an_epoch_that_ends_releases_its_images(make: Any, tower: FakeTower) -> 
     tower.gate.clear()
     scheduler = scheduler_of(encoder, [])
     assert scheduler.add(request("a", image(1))) is None
-    assert tower.began.acquire(timeout=10)
+    assert tower.began.acquire(timeout=WAIT_S)
     scheduler.close()
     tower.gate.set()
     encoder.wait()
@@ -282,7 +303,7 @@ def test_an_epoch_that_ends_releases_its_images(make: Any, tower: FakeTower) -> 
     assert again.has_work and encoder.num_computed == 1 and step(again) == ["a"]
 
 
-def test_a_preempted_sequence_gets_its_images_again(make: Any) -> None:
+def test_a_preempted_sequence_gets_its_images_again(make: Any, tower: FakeTower) -> None:
     encoder, ready = make(cache=4), []
     scheduler = scheduler_of(encoder, ready)
     assert scheduler.add(request("a", image(1))) is None
@@ -294,7 +315,9 @@ def test_a_preempted_sequence_gets_its_images_again(make: Any) -> None:
     other.close()
     with scheduler.cache.off():
         seq = scheduler._preempt_last()
+        tower.gate.clear()
         assert step(scheduler) == [] and not scheduler.has_work and seq.row < 0
+        tower.gate.set()
         encoder.wait()
         assert ready == ["a", "a"] and scheduler.images_ready("a") is None
         assert step(scheduler) == ["a"] and encoder.num_computed == 3

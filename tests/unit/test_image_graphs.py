@@ -72,12 +72,18 @@ class Run:
             if graphs:
                 self._capture(epoch)
             epoch.start_engine(publish, lambda step: None)
+            # Otherwise the speed of the encoder's thread decides in which step a prompt begins.
+            assert process.images is not None
+            known = process.images.order(
+                [it for prompt in asked for it in prompt.images], lambda: None
+            )
+            process.images.wait()
+            assert known.complete
+            known.close()
             for number, prompt in enumerate(asked):
                 epoch.engine.submit(prompt.request(str(number), max_tokens=TOKENS))
-            images = epoch.scheduler.images
-            assert images is not None and process.images is not None
-            while epoch.engine.step().run or images.waiting:
-                process.images.wait()
+            while epoch.engine.step().run:
+                pass
         finally:
             process.close()
         return found

@@ -169,9 +169,9 @@ def tier(folder: Path, num_bytes: int = 2**20, form: bytes = FORM) -> DiskTier:
 def write(store: DiskTier, places: list[Place], byte: int = 7) -> None:
     for place in places:
         store.offer(place, byte, [memoryview(bytes([byte]) * 1000)])
-    for _ in range(1000):
-        if not store._queued:
-            return
+    deadline = time.monotonic() + 60
+    while store._queued:
+        assert time.monotonic() < deadline, "the files are not written"
         time.sleep(0.002)
 
 
@@ -246,6 +246,7 @@ def test_files_keep_their_bound_and_one_server_a_folder(tmp_path):
 
 def test_a_full_disk_is_left_alone_for_a_while(tmp_path, monkeypatch):
     store = tier(tmp_path)
+    monkeypatch.setattr(disk_tier, "FULL_PAUSE_S", 1e6)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -266,17 +267,18 @@ def test_a_full_disk_is_left_alone_for_a_while(tmp_path, monkeypatch):
 @pytest.fixture
 def keeper_config() -> KeeperConfig:
     owner = os.getpid(), start_ticks(os.getpid())
-    return KeeperConfig(name=key(time.monotonic_ns()).hex()[:32], num_bytes=2**16, owner=owner)
+    return KeeperConfig(name=os.urandom(16).hex(), num_bytes=2**16, owner=owner)
 
 
 def ended(config: KeeperConfig) -> bool:
     """Whether the keeper has given its address back."""
     address = f"@phalanx-kv-{config.name}"
-    for _ in range(500):
-        if address not in Path("/proc/net/unix").read_text():
-            return True
+    deadline = time.monotonic() + 60
+    while address in Path("/proc/net/unix").read_text():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.01)
-    return False
+    return True
 
 
 ONE_CLIENT = """
@@ -348,15 +350,15 @@ def test_another_form_of_contents_empties_the_store(keeper_config):
 
 
 def test_a_keeper_ends_with_the_process_that_starts_ranks(keeper_config):
-    owner = subprocess.Popen(["sleep", "60"])
+    owner = subprocess.Popen(["sleep", "600"])
     from dataclasses import replace
 
     config = replace(keeper_config, owner=(owner.pid, start_ticks(owner.pid)))
     client = KeeperClient(config)
     client.counts()
     owner.kill()
+    assert ended(config), "a zombie has ended too: its parent may reap it late or never"
     owner.wait()
-    assert ended(config)
     with pytest.raises(KeeperLostError), suppress(TimeoutError):
         client.counts()
     client.close()

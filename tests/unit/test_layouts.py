@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from cluster.supervisor import lost_nodes, roster
+from cluster.supervisor import lost_nodes
 from cluster.supervisor.placement import PlacementError, resized
 from cluster.supervisor.roster import Roster
 from kernels.interface.config import KernelsConfig
@@ -16,7 +16,6 @@ from workers.config import RankConfig
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_nodes, "POLL_S", 0.001)
     monkeypatch.setattr(lost_nodes, "CAPACITY_WAIT_S", 0.01)
-    monkeypatch.setattr(roster, "REPLACEMENT_S", 0.05)
 
 
 def unexpected(error: BaseException) -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 
+import httpx
 import pytest
 
 from cluster.api.admission import AdmissionGate
 from cluster.api.app import create_app
 from cluster.api.request.json_body import is_deeper
+from cluster.api.settings import ApiSettings
 from cluster.config.serve_section import ServeConfig, open_choices_limit
 from cluster.errors import BadRequestError, EngineDeadError, OverloadedError
 from tests.unit.api_fakes import Api, assert_error, events, tiny_tokenizer
@@ -21,15 +23,15 @@ def hanging(**settings) -> Api:
     return api
 
 
-def gated() -> tuple[Api, AdmissionGate]:
+def gated(**settings) -> tuple[Api, AdmissionGate]:
     """An API and its gate."""
     api, gate = Api(), AdmissionGate()
-    api.app = create_app(lambda: api.backend, tiny_tokenizer(), gate=gate)
+    api.app = create_app(lambda: api.backend, tiny_tokenizer(), ApiSettings(**settings), gate)
     return api, gate
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -144,11 +146,29 @@ class TestQueue:
         assert open_choices_limit(config, running) == limit
 
 
+def late(**fields) -> tuple[Api, httpx.Response]:
+    """An API, and its answer to a request with a limit of 30 s that ends when each choice has a token."""
+    api, gate = gated(request_timeout_s=30.0)
+    api.backend.hang_after = 1
+
+    async def scenario():
+        async with api.client() as client:
+            answer = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a", **fields}))
+            await until(lambda: len(api.backend.hanging) == fields.get("n", 1))
+            (ticket,) = gate._tickets
+            limit, now = ticket.timeout.when(), asyncio.get_running_loop().time()
+            assert limit - now < 30
+            ticket.timeout.reschedule(now)
+            return await answer
+
+    return api, asyncio.run(scenario())
+
+
 class TestTimeout:
     def test_whole_answer(self):
-        api = hanging(request_timeout_s=0.05)
-        error = assert_error(api.complete(n=2), 504, "timeout")
-        assert "0.05 s" in error["message"] and error["type"] == "timeout_error"
+        api, response = late(n=2)
+        error = assert_error(response, 504, "timeout")
+        assert "30 s" in error["message"] and error["type"] == "timeout_error"
         assert api.backend.open == set() and len(api.backend.aborted) == 2
 
     def test_before_the_first_token_a_stream_gets_the_status(self):
@@ -158,8 +178,8 @@ class TestTimeout:
         assert api.backend.open == set()
 
     def test_stream(self):
-        api = hanging(request_timeout_s=0.1)
-        *items, last = events(api.complete(stream=True))
+        api, response = late(stream=True)
+        *items, last = events(response)
         assert items and last["error"]["code"] == "timeout"
         assert api.backend.open == set() and api.get("/load").json() == {"server_load": 0}
 
@@ -200,12 +220,11 @@ class TestClosing:
             async with api.client() as client:
                 body = {"prompt": "a", "stream": stream}
                 answer = asyncio.create_task(client.post(COMPLETIONS, json=body))
-                await until(lambda: api.backend.open and gate.num_requests)
-                await asyncio.sleep(0.05)
+                await until(lambda: api.backend.hanging)
                 gate.close("the server is stopping")
                 assert gate.num_requests == 1
                 gate.end_all()
-                await asyncio.wait_for(gate.wait_empty(), 1)
+                await asyncio.wait_for(gate.wait_empty(), 60)
                 return await answer
 
         response = asyncio.run(scenario())

@@ -45,7 +45,9 @@ def check(found: TokenLogprobs, logits_V: torch.Tensor, token: int, num_top: int
     assert found.logprob == pytest.approx(expected_V[token].item(), abs=2e-5)
     assert found.rank == 1 + int((logits_V > logits_V[token]).sum())
     order = logits_V.argsort(descending=True)[:num_top]
-    assert found.top_ids == order.tolist()
+    # Equal logits may come in any order; one of 50,000 rows of 50 random ones has two.
+    assert torch.equal(logits_V[found.top_ids], logits_V[order])
+    assert len(found.top_ids) == len(set(found.top_ids))
     assert found.top_logprobs == pytest.approx(expected_V[order].tolist(), abs=2e-5)
 
 

@@ -160,7 +160,7 @@ def test_while_the_prefill_group_rebuilds_the_decode_group_computes_prompts() ->
             places = seen(now)
             begun = now.ask("x")
             await holder(now, PREFILL, "x")
-            now.ranks_of(PREFILL)[0].hang.add("leave_epoch")
+            now.hold_rebuild(PREFILL)
             await now.kill(1, PREFILL)
             rank, whole = await holder(now, DECODE, "x~2")
             assert whole.emitted_token_ids == [] and whole.params == PARAMS

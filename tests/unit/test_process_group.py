@@ -30,10 +30,10 @@ def without_a_group():
 
 def failed_join() -> None:
     store, left = process_group.host_store("127.0.0.1"), threading.Event()
+    before = store.num_keys()
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(join, store.port, left)
-        before = store.num_keys()
-        while store.num_keys() == before:  # then it waits for rank 0
+        while store.num_keys() == before and not joining.done():  # then it waits for rank 0
             time.sleep(0.01)
         assert not joining.done(), joining.result()
         del store

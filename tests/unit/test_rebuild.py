@@ -16,7 +16,7 @@ from workers.rank.step_loop import RankFailedError
 
 def run(coroutine: Awaitable[Any]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             return await coroutine
 
     return asyncio.run(bounded())

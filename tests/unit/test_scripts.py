@@ -196,7 +196,7 @@ def test_two_at_once_install_once(clone: Clone) -> None:
     environment = {"PATH": str(clone.bin), "NOTES": str(clone.notes)}
     command = [str(clone.root / "scripts" / "serve")]
     both = [subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) for _ in "ab"]
-    assert [process.wait(30) for process in both] == [0, 0]
+    assert [process.wait(120) for process in both] == [0, 0]
     if shutil.which("flock"):
         assert len(installs(clone.notes.read_text().splitlines())) == 1
 

@@ -27,7 +27,7 @@ class Clock:
 
 def run(coroutine: Awaitable[Any]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             return await coroutine
 
     return asyncio.run(bounded())

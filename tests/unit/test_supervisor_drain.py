@@ -98,7 +98,7 @@ def test_a_second_failure_in_a_drain_loses_no_request() -> None:
             await until(lambda: len(joins) > 1)
             second.dead = True
             second.target.fail["join_group"] = ActorDiedError()
-            await until(lambda: now.group.health == GroupHealth("draining", 2, ""), 10.0)
+            await until(lambda: now.group.health == GroupHealth("draining", 2, ""))
             await finish(now, 0, "a~2")
             await asked
             assert now.answers["a"] == [100, 101]

@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from cluster.api import tracing
 from cluster.api.app import create_app
 from cluster.api.record import Recorder
 from cluster.api.tracing import RequestTracer, check_tracing, make_tracer
@@ -197,6 +198,7 @@ def test_spans_reach_a_collector(collector, monkeypatch, config, variable, path)
     )
 
     url, received = collector
+    monkeypatch.setattr(tracing, "CLOSE_S", 60.0)
     if variable:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", variable.format(url))
     tracer = make_tracer(TracingConfig(otlp_endpoint=config.format(url) or None))

@@ -33,15 +33,20 @@ def run(scenario: Callable[[WorkProcesses], Awaitable[Any]], number: str = "40")
 
 
 def templates() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children()
-        if child.pid not in _OTHERS and "cluster.api.work.forked" in " ".join(child.cmdline())
-    ]
+    children = (child for child in psutil.Process().children() if child.pid not in _OTHERS)
+    return [child for child in children if "cluster.api.work.forked" in command_of(child)]
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a child of another test, which ends now
+        return ""
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    # A template loads for many seconds where others share the cores.
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -67,6 +67,7 @@ class _Peer:
     """The rank of the same local index on another host, which sends the rows of `ranks`.
 
     early   messages of later votes by number; a peer is at most one vote ahead
+    left    the peer has closed its sockets, perhaps behind its row of this vote
     """
 
     rank: int
@@ -75,6 +76,7 @@ class _Peer:
     readable: Readable
     requests: tuple[str, int] = ("", 0)
     early: dict[int, bytes] = field(default_factory=dict)
+    left: bool = False
 
 
 class DatagramVoteTransport(AbortableVote):
@@ -157,18 +159,19 @@ class DatagramVoteTransport(AbortableVote):
 
     def _receive(self, peer: _Peer) -> bytes:
         """Return the peer's message of this vote."""
-        started = heard = None
-        wait_s = _ASK_S
+        silent_s = waited_s = 0.0
+        wait_s, polled = _ASK_S, time.monotonic()
         while (found := peer.early.pop(self._vote, None)) is None:
             self._check_running()
-            if self._read(peer, wait_s):
-                heard = None
-                continue
-            now = time.monotonic()
-            started, heard = started or now, heard or now
-            self._check_time(peer, now - heard, now - started)
-            self._ask(peer)
-            wait_s = min(2 * wait_s, _MAX_ASK_S)
+            heard, now = self._read(peer, wait_s), time.monotonic()
+            # A longer wait was a pause of this process, in which the peer may have been paused too.
+            spent_s, polled = min(now - polled, 2 * wait_s), now
+            waited_s += spent_s
+            silent_s = 0.0 if heard else silent_s + spent_s
+            if not heard:
+                self._check_time(peer, silent_s, waited_s)
+                self._ask(peer)
+                wait_s = min(2 * wait_s, _MAX_ASK_S)
         return found
 
     def _check_time(self, peer: _Peer, silent_s: float, waited_s: float) -> None:
@@ -189,9 +192,12 @@ class DatagramVoteTransport(AbortableVote):
         try:
             message = peer.messages.recv(_MAX_BYTES)
         except BlockingIOError:
+            if peer.left:
+                raise LockstepError(f"vote: rank {peer.rank} left the group") from None
             return peer.readable.wait(wait_s) and self._read(peer, 0)
-        except ConnectionRefusedError:
-            raise LockstepError(f"vote: rank {peer.rank} left the group") from None
+        except ConnectionRefusedError:  # reported before datagrams that have arrived
+            peer.left = True
+            return self._read(peer, 0)
         except OSError:  # no route at the moment
             time.sleep(_ASK_S)
             return False

@@ -360,22 +360,18 @@ class Engine:
 
     def _sleep(self) -> None:
         """Wait for a reason to vote again, then wake the peers unless a peer was the reason."""
-        try:
+        with self._carried():
             self.stats.record_idle(self.scheduler)
             self._outbox.send_load()
             self.scheduler.check_integrity()
-        except Exception as error:
-            self.fail(error)
         with self._changed:
             self._asleep, self._committed_at = True, 0.0
-            self._changed.wait_for(self._must_vote)
+            self._changed.wait_for(self._must_vote, self._outbox.held_s)
             self._asleep = False
             woken_by_peer = self._woken_by_peer()
         if not woken_by_peer:
-            try:
+            with self._carried():
                 self._wake_peers(self._step)
-            except Exception as error:
-                self.fail(error)
 
     def _woken_by_peer(self) -> bool:
         return self._awaited_step >= self._step
@@ -383,9 +379,12 @@ class Engine:
     def _must_vote(self) -> bool:
         """Whether a sleeping rank has a reason to vote, such as a sequence that has waited for KV."""
         with self._carried():
-            self.scheduler.settle(idle=True)
-            self._outbox.send_held()
-            if self.scheduler.cache.transfers is not None:
+            transfers, begun = self.scheduler.cache.transfers, -1
+            # Transfers that `settle` begins may end at once, which wakes nothing.
+            while begun < (begun := 0 if transfers is None else transfers.num_begun):
+                self.scheduler.settle(idle=True)
+                self._outbox.send_held()
+            if transfers is not None:
                 self.stats.record_idle(self.scheduler)  # a save that ends gives its blocks back
         told = self._stopping or self.failed or bool(self._inbox)
         return told or self.scheduler.has_work or self._woken_by_peer()

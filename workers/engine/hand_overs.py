@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from workers.engine.open_requests import OpenRequests
 from workers.kv_cache.manager import KVCacheManager
-from workers.wire.request import RequestOutput
+from workers.wire.request import EngineRequest, RequestOutput
 
 HOLD_S = 2.0
 """Longest time for which an end is held back: by then it is faster to compute a prompt again."""
@@ -19,10 +19,12 @@ HOLD_S = 2.0
 class _HandOver:
     """An end that is held back.
 
-    last   the output with it
-    names  contents of the cache that are on their way as the request ends
+    request  the part of a request that ends
+    last     the output with its end
+    names    contents of the cache that are on their way as the request ends
     """
 
+    request: EngineRequest
     last: RequestOutput
     names: set[bytes]
     until: float
@@ -45,9 +47,8 @@ class HandOvers:
 
     def hold(self, output: RequestOutput) -> RequestOutput:
         """Return an output of an open request, without its end if that has to wait."""
-        if output.finish_reason != "length" or not self._open_requests.hands_over(
-            output.request_id
-        ):
+        request = self._open_requests.request(output.request_id)
+        if output.finish_reason != "length" or not request.hands_over:
             return output
         self._cache.save_all()
         names = self._cache.names_on_way
@@ -55,7 +56,7 @@ class HandOvers:
             return replace(output, kv_source=self._cache.kv_source)
         last = replace(output, token_ids=[], logprobs=None, prompt_logprobs=None, drafts=None)
         last.num_cached_tokens = 0
-        self._held.append(_HandOver(last, names, time.monotonic() + HOLD_S))
+        self._held.append(_HandOver(request, last, names, time.monotonic() + HOLD_S))
         return replace(output, finish_reason=None, times=None)
 
     def publish_ended(self) -> None:
@@ -68,6 +69,13 @@ class HandOvers:
         for it in held:
             if not it.names.isdisjoint(on_way) and now < it.until:
                 self._held.append(it)
-            elif it.last.request_id in self._open_requests:
+            elif self._open_requests.is_open(it.request):
                 ingress_id = self._open_requests.remove(it.last.request_id)
                 self._publish(ingress_id, [replace(it.last, kv_source=self._cache.kv_source)])
+
+    @property
+    def left_s(self) -> float | None:
+        """Time until an end has to be published; None: no end is held back."""
+        if not self._held:
+            return None
+        return max(0.0, min(it.until for it in self._held) - time.monotonic())

@@ -30,9 +30,9 @@ class OpenRequests:
         self._requests[request.request_id] = (request, load)
         self._add_load(request.ingress_id, load)
 
-    def hands_over(self, request_id: str) -> bool:
-        """Return whether another rank goes on with an open request behind its end here."""
-        return self._requests[request_id][0].hands_over
+    def request(self, request_id: str) -> EngineRequest:
+        """Return an open request."""
+        return self._requests[request_id][0]
 
     def ingress_of(self, request_id: str) -> str:
         """Return the id of the ingress that receives the tokens of an open request."""

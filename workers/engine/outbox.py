@@ -56,6 +56,11 @@ class Outbox:
         """Publish the ends of requests for which another rank can go on now."""
         self._hand_overs.publish_ended()
 
+    @property
+    def held_s(self) -> float | None:
+        """Time until an end that is held back is sent at the latest; None: there is none."""
+        return self._hand_overs.left_s
+
     def send_load(self) -> None:
         """Publish this rank's load to ingresses with another load in their last message."""
         for ingress_id in self._open_requests.stale_ingresses():

@@ -64,12 +64,11 @@ class Order:
         """Keep an image no longer, unless the sequence has it twice."""
         self._uses[image.digest] -= 1
         if not self._uses[image.digest]:
-            self._encoder.release(self, [image.digest])
+            self._encoder.release(self, image.digest)
 
     def close(self) -> None:
         """Release all images, and do not begin to compute one."""
-        self.closed = True
-        self._encoder.release(self, list(self.held))
+        self._encoder.end(self)
 
 
 class ImageEncoder:
@@ -104,12 +103,19 @@ class ImageEncoder:
                 self._notify()
         return order
 
-    def release(self, order: Order, digests: Sequence[bytes]) -> None:
-        """Take images from an order."""
+    def release(self, order: Order, digest: bytes) -> None:
+        """Take an image from an order."""
         with self._changed:
-            for digest in digests:
-                if order.held.pop(digest, None) is not None:
-                    self._cache.release(digest)
+            if order.held.pop(digest, None) is not None:
+                self._cache.release(digest)
+            self._notify()
+
+    def end(self, order: Order) -> None:
+        """Take all images from an order, which gets no more."""
+        with self._changed:
+            order.closed = True
+            while order.held:
+                self._cache.release(order.held.popitem()[0])
             self._notify()
 
     def compute(self, images: Sequence[ImageInput]) -> list[torch.Tensor]:

@@ -112,6 +112,11 @@ class BlockTransfers:
         """Transfers that have not ended."""
         return len(self._loads) + len(self._saves)
 
+    @property
+    def num_begun(self) -> int:
+        """Transfers that have begun."""
+        return self.num_ended + self.num_open
+
     def comes(self, key: bytes) -> bool:
         """Return whether the block of `key` is loaded now."""
         return key in self._coming
@@ -311,11 +316,15 @@ class BlockTransfers:
         return [*self._connectors, *([] if self._fetcher is None else [self._fetcher])]
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Let no place provide the contents of `keys` from now on."""
+        """Let no place provide the contents of `keys` from now on, nor a load that is under way."""
+        keys = list(keys)
         names = [key + group.suffix for key in keys for group in self._groups]
         for name in names:
             self._unsaved.pop(name, None)
         gone = set(names)
+        for load in self._loads.values():
+            load.coming[:] = [it for it in load.coming if it[1].name not in gone]
+        self._coming.difference_update(keys)
         self._filled = deque(it for it in self._filled if it[1].name not in gone)
         for connector in self._connectors:
             connector.forget(names)

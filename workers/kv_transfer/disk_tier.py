@@ -38,7 +38,8 @@ _HEADER = struct.Struct(
 class DiskTier:
     """The files of one form of contents.
 
-    `entered` and `gone` have the names that have got or lost their file, until the owner clears them: from any thread.
+    `changes` has the names that have got (True) or lost (False) their file, in order, until the owner clears it. Files
+    of an earlier server come first.
     """
 
     def __init__(self, path: str, num_bytes: int, compatibility: bytes):
@@ -47,8 +48,9 @@ class DiskTier:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # of files, the longest unused first
         self._used = self._queued = 0
         self._counts: Counter[str] = Counter()
-        self.entered: deque[bytes] = deque()
-        self.gone: deque[bytes] = deque()
+        self.changes: deque[tuple[bytes, bool]] = deque()
+        # Contents that are to be written, without the forgotten ones.
+        self._waiting: dict[bytes, list[bytes]] = {}
         self._writes: queue.SimpleQueue[tuple[bytes, bytes, list[bytes]] | None] = (
             queue.SimpleQueue()
         )
@@ -69,7 +71,8 @@ class DiskTier:
 
     def offer(self, place: Place, check: int, rows: Iterable[memoryview]) -> None:
         """Write contents to a file, unless they have one or too many wait."""
-        if self._fd < 0 or place.name in self._sizes or time.monotonic() < self._blocked_until:
+        has_file = place.name in self._sizes or place.name in self._waiting
+        if self._fd < 0 or has_file or time.monotonic() < self._blocked_until:
             return
         data = [bytes(row) for row in rows]
         size = sum(map(len, data))
@@ -83,6 +86,7 @@ class DiskTier:
         )
         with self._lock:
             self._queued += size
+            self._waiting[place.name] = data
         self._writes.put((place.name, header, data))
 
     def place_of(self, name: bytes) -> Place | None:
@@ -106,7 +110,8 @@ class DiskTier:
                 if all(_fill(file.fileno(), row) for row in rows):
                     os.utime(file.fileno())
                     with self._lock:
-                        self._sizes.move_to_end(name)
+                        if name in self._sizes:  # it may have made room for another file meanwhile
+                            self._sizes.move_to_end(name)
                     self._counts["disk_read_bytes"] += header[6]
                     return int(header[7])
             self._counts["disk_damaged"] += 1
@@ -114,8 +119,9 @@ class DiskTier:
         return None
 
     def forget(self, name: bytes) -> None:
-        """Delete the file of a name, if it has one."""
+        """Delete the file of a name, if it has one, also one that is being written."""
         with self._lock:
+            self._waiting.pop(name, None)
             self._delete(name)
 
     def counts(self) -> dict[str, float]:
@@ -164,6 +170,8 @@ class DiskTier:
             self._sizes[name_bytes] = size
             self._used += size
         self._make_room(0)
+        self.changes.clear()  # these names were never entered
+        self.changes += ((name, True) for name in self._sizes)
 
     def _fail(self, error: BaseException) -> None:
         """Write no more files: the thread that writes them has ended."""
@@ -176,14 +184,17 @@ class DiskTier:
             name, header, data = job
             size = sum(map(len, data))
             try:
-                self._write(name, header, data, size + len(header))
-                self._counts["disk_written_bytes"] += size
+                if self._waiting.get(name) is data:
+                    self._write(name, header, data, size + len(header))
+                    self._counts["disk_written_bytes"] += size
             except OSError as error:
                 self._counts["disk_errors"] += 1
                 self._blocked_until = time.monotonic() + FULL_PAUSE_S
                 logger.warning("the file tier pauses: %s", error)
             with self._lock:
                 self._queued -= size
+                if self._waiting.get(name) is data:
+                    del self._waiting[name]
 
     def _write(self, name: bytes, header: bytes, data: list[bytes], size: int) -> None:
         path = self._path(name)
@@ -199,15 +210,18 @@ class DiskTier:
                     left = memoryview(part)
                     while left:
                         left = left[file.write(left) :]
-            draft.rename(path)
+            with self._lock:
+                if self._waiting.get(name) is not data:
+                    draft.unlink()
+                    return
+                draft.rename(path)
+                self._delete_entry(name)
+                self._sizes[name] = size
+                self._used += size
+                self.changes.append((name, True))
         except OSError:
             draft.unlink(missing_ok=True)
             raise
-        with self._lock:
-            self._delete_entry(name)
-            self._sizes[name] = size
-            self._used += size
-        self.entered.append(name)
 
     def _make_room(self, size: int) -> None:
         while self._sizes and self._used + size > self._limit:
@@ -223,7 +237,7 @@ class DiskTier:
         if size is None:
             return False
         self._used -= size
-        self.gone.append(name)
+        self.changes.append((name, False))
         return True
 
     def _header(self, name: bytes) -> tuple[bytes, bytes, bytes, bytes, int, int, int, int] | None:

@@ -128,14 +128,24 @@ class HostIndex:
         self._touch(node)
         return entry
 
-    def publish(self, entry: Entry, check: int) -> None:
-        """Let `get` find contents that were reserved, and unpin them."""
+    def publish(self, entry: Entry, check: int) -> bool:
+        """Let `get` find contents that were reserved, unless they were forgotten meanwhile, and unpin them."""
+        there = self._entries.get(entry.name) is entry
         entry.check = check
         self.unpin(entry)
+        if not there:
+            return False
         for other in self._superseded_by(entry):
             if not other.superseded:
                 other.superseded = True
                 self._superseded[other.name] = other
+        return True
+
+    def discard(self, entry: Entry) -> None:
+        """Forget contents that were reserved and not filled, and unpin them. Later contents of their name stay."""
+        if self._entries.get(entry.name) is entry:
+            self._remove(entry)
+        self.unpin(entry)
 
     def pin(self, entry: Entry) -> None:
         """Keep contents that are used now."""

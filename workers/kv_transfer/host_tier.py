@@ -220,18 +220,28 @@ class HostTier(KVConnector):
     def _take(self) -> _Job | None:
         """Wait for a transfer, or for a reason to look again."""
         with self._changed:
-            if not (self._loads or self._saves or self._forgotten or self._closing):
+            if not (self._loads or self._saves or self._closing or self._has_news):
                 self._changed.wait(RETRY_S if self._contents is None else COUNTS_S)
-            forgotten, self._forgotten = self._forgotten, []
-            job = None
+            job, forgotten = None, list[bytes]()
+            # Without a keeper the names stay: the next one, which may find files, has to forget them.
+            if self._client is not None:
+                forgotten, self._forgotten = self._forgotten, forgotten
             if queue := self._loads or self._saves:
                 job, self._busy = queue.popleft(), True
         if forgotten and self._client is not None:
             try:
                 self._client.forget(forgotten)
             except Exception as error:
+                with self._changed:
+                    self._forgotten += forgotten
                 self._lost(error)
         return job
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether the keeper has to forget names, or to learn the form of caches that were bound meanwhile."""
+        is_form_due = self._contents is not None and self._ready is None
+        return self._client is not None and (is_form_due or bool(self._forgotten))
 
     def _move(self, job: _Job) -> None:
         transfer = job.transfer

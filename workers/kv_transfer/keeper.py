@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from kernels.host.processes import start_ticks
+from kernels.host.processes import runs, start_ticks
 from workers.kv_transfer.disk_tier import DiskTier
 from workers.kv_transfer.hints import Hints, hint_bytes
 from workers.kv_transfer.host_index import Entry, HostIndex, Place
@@ -110,7 +110,10 @@ class Keeper:
 
     def answer(self, connection: Connection) -> bool:
         """Answer one request of a rank; return whether the rank has left in order."""
-        client = next(it for it in self._clients if it.connection is connection)
+        client = next((it for it in self._clients if it.connection is connection), None)
+        if client is None:
+            # A request of another rank that came together with this one has dropped it.
+            return False
         try:
             kind, *arguments = connection.recv()
             handler: Callable[..., Any] = getattr(self, f"_on_{kind}")
@@ -132,16 +135,16 @@ class Keeper:
             self._hints.remove(name)
         self._index.evicted.clear()
         if self._disk is not None:
-            while self._disk.entered:
-                self._hints.add(self._disk.entered.popleft())
-            while self._disk.gone:
-                self._hints.remove(self._disk.gone.popleft())
+            while self._disk.changes:
+                name, has_file = self._disk.changes.popleft()
+                (self._hints.add if has_file else self._hints.remove)(name)
 
     def _drop(self, client: _Client) -> None:
         client.connection.close()
         self._clients.remove(client)
-        self._index.forget(client.writing)
-        for entry in (*client.writing.values(), *client.reading):
+        for entry in client.writing.values():
+            self._index.discard(entry)
+        for entry in client.reading:
             self._index.unpin(entry)
         client.writing, client.reading = {}, []
 
@@ -187,7 +190,6 @@ class Keeper:
         if config.disk_path is not None:
             salted = hashlib.blake2b(compatibility + config.disk_salt.encode(), digest_size=16)
             self._disk = DiskTier(config.disk_path, config.disk_bytes, salted.digest())
-            self._disk.entered.extend(self._disk.names())
 
     def _on_reserve(self, client: _Client, places: list[Place]) -> list[list[int] | None]:
         """Return the units of each of `places` to fill; None where contents are there, or have no room."""
@@ -206,10 +208,10 @@ class Keeper:
             if entry is None:
                 continue
             if check is None:
-                self._index.forget((name,))
-                self._index.unpin(entry)
+                self._index.discard(entry)
                 continue
-            self._index.publish(entry, check)
+            if not self._index.publish(entry, check):
+                continue
             self._hints.add(name)
             if self._disk is not None and not entry.private:
                 self._disk.offer(entry.place, check, self._units(entry))
@@ -244,8 +246,7 @@ class Keeper:
             return None
         check = self._disk.read(name, self._units(entry))
         if check is None:
-            self._index.forget((name,))
-            self._index.unpin(entry)
+            self._index.discard(entry)
             return None
         entry.origin = "disk"
         self._index.publish(entry, check)
@@ -294,7 +295,7 @@ def serve(config: KeeperConfig, listener: socket.socket) -> None:
     """Keep the store until its end."""
     keeper, lost_at = Keeper(config), time.monotonic()
     try:
-        while _lives(config.owner):
+        while runs(*config.owner):
             ready = wait([*keeper.connections, listener], POLL_S)
             for it in ready:
                 if it is listener:
@@ -321,12 +322,6 @@ def _accepted(listener: socket.socket) -> Connection | None:
         peer.close()
         return None
     return Connection(peer.detach())
-
-
-def _lives(owner: tuple[int, int]) -> bool:
-    with suppress(OSError):
-        return start_ticks(owner[0]) == owner[1]
-    return False
 
 
 def main() -> None:

@@ -22,6 +22,8 @@ from workers.kv_transfer.host_index import Place
 from workers.kv_transfer.keeper import KeeperConfig, address_of, check_peer
 
 START_S = 20.0
+RESTART_S = 1.0
+"""Time after which a keeper is started again, because the one that was there has ended meanwhile."""
 ATTEMPTS = 3
 """Connections that are tried: the socket of a process that was killed takes connections until the last moment."""
 ANSWER_S = 60.0
@@ -47,34 +49,25 @@ class KeeperClient:
     """
 
     def __init__(self, config: KeeperConfig):
-        where = self._attach(config)
-        try:
-            fd = os.open(f"/proc/{where['pid']}/fd/{where['fd']}", os.O_RDWR)
-            try:
-                self._map = mmap.mmap(fd, where["hint_bytes"] + where["num_bytes"])
-            finally:
-                os.close(fd)
-        except BaseException:
-            self._connection.close()
-            raise
+        where, whole = self._attach(config)
+        hint_bytes = where["hint_bytes"]
         self.keeper: tuple[int, int] = where["pid"], where["started"]
-        whole = memoryview(self._map)
-        self.hints = Hints(whole[: where["hint_bytes"]])
-        self.memory = whole[where["hint_bytes"] :]
+        self.hints, self.memory = Hints(whole[:hint_bytes]), whole[hint_bytes:]
 
-    def _attach(self, config: KeeperConfig) -> dict[str, Any]:
-        """Connect; return where the memory is. A keeper that ends meanwhile has a successor."""
+    def _attach(self, config: KeeperConfig) -> tuple[dict[str, Any], memoryview]:
+        """Connect; return where the memory is, and the memory. A keeper that ends meanwhile has a successor."""
         for left in reversed(range(ATTEMPTS)):
             self._connection = _connect(config)
             try:
                 where: dict[str, Any] = self._ask("attach")
-                if start_ticks(where["pid"]) == where["started"]:
-                    return where
-                raise KeeperLostError(f"process {where['pid']} has ended")
+                return where, _map(where)
             except OSError:
                 self._connection.close()
                 if not left:
                     raise
+            except BaseException:
+                self._connection.close()
+                raise
         raise AssertionError("the last attempt returns or raises")
 
     def layout(self, compatibility: bytes, unit_bytes: int, window_blocks: int) -> int:
@@ -135,8 +128,20 @@ class KeeperClient:
             raise KeeperLostError(f"the keeper of this node's KV has ended: {error!r}") from error
 
 
+def _map(where: dict[str, Any]) -> memoryview:
+    """Return the memory of the keeper that has answered."""
+    fd = os.open(f"/proc/{where['pid']}/fd/{where['fd']}", os.O_RDWR)
+    try:
+        if start_ticks(where["pid"]) != where["started"]:
+            raise KeeperLostError(f"process {where['pid']} has ended")
+        return memoryview(mmap.mmap(fd, where["hint_bytes"] + where["num_bytes"]))
+    finally:
+        os.close(fd)
+
+
 def _connect(config: KeeperConfig) -> Connection:
-    deadline, started = time.monotonic() + START_S, False
+    start_at = time.monotonic()
+    deadline = start_at + START_S
     while True:
         peer = socket.socket(socket.AF_UNIX)
         try:
@@ -145,11 +150,12 @@ def _connect(config: KeeperConfig) -> Connection:
             return Connection(peer.detach())
         except ConnectionRefusedError as error:
             peer.close()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise KeeperLostError("no keeper has started") from error
-            if not started:
+            if now >= start_at:
                 _start(config)
-                started = True
+                start_at = time.monotonic() + RESTART_S
             else:
                 time.sleep(0.01)
         except BaseException:

@@ -55,11 +55,13 @@ class ImageQueue:
         request_id = seq.request.request_id
         order = self._encoder.order(needed, partial(self.notify, request_id))
         images.hold(order, needed)
-        if not order.complete:
-            self.waiting[request_id] = seq
-            if order.error is not None:
-                self.notify(request_id)
-        return order.complete
+        if order.complete:
+            return True
+        # The order may be complete from now on: then the notice comes for the sequence that waits.
+        self.waiting[request_id] = seq
+        if order.error is not None:
+            self.notify(request_id)
+        return False
 
     def take(self, request_id: str) -> Sequence | None:
         """Return a sequence that waits no longer, because its order is complete or has failed; None if it has left."""

@@ -116,10 +116,17 @@ def _part_of(target: Path) -> Path:
     return target.with_name(f"{target.name}.part")
 
 
+def _size_of(part: Path) -> int:
+    """Return the bytes of a begun copy, 0 without one. Another process may rename the part at any time."""
+    try:
+        return part.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def _check_space(folder: Path, lacking: Mapping[str, FileFacts]) -> None:
-    begun = [_part_of(folder / name) for name in lacking]
     needed = sum(facts.size for facts in lacking.values())
-    needed -= sum(part.stat().st_size for part in begun if part.exists())
+    needed -= sum(_size_of(_part_of(folder / name)) for name in lacking)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CopyError(

@@ -72,7 +72,10 @@ class Readiness:
             rank: asyncio.create_task(self._one_answer(backend, rank))
             for rank in self._unproven(backend)
         }
-        await asyncio.wait(probes.values(), timeout=self._settings.probe_timeout_s)
+        part_s = self._settings.probe_timeout_s / 2
+        # In two parts: a pause of this process ends one of them alone, and is no silence of ranks.
+        for _ in range(2):
+            await asyncio.wait(probes.values(), timeout=part_s)
         silent = {rank for rank, probe in probes.items() if probe.cancel()}
         await asyncio.gather(*probes.values(), counting, return_exceptions=True)
         for rank, probe in probes.items():
