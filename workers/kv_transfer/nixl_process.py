@@ -30,7 +30,7 @@ NUM_THREADS = 8
 POLL_MS, SERVING_POLL_MS = 500, 1
 """Longest waits for messages, without leases and with leases. Reads of other nodes wait meanwhile."""
 NUM_PROGRESS = 16
-"""Calls between two looks for messages, each of which moves about 100 KB over TCP."""
+"""Calls between two looks for messages, because one call may not move all that has come."""
 
 
 @dataclass(frozen=True)
