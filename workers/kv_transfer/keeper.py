@@ -175,6 +175,13 @@ class Keeper:
             self._open_disk(compatibility)
         return self._index.num_units
 
+    def _on_join(self, client: _Client, compatibility: bytes, unit_bytes: int) -> bool:
+        """Take the form of contents if the store has it, and return whether it has."""
+        joins = self._layout[:2] == (compatibility, unit_bytes)
+        if joins:
+            client.layout = self._layout
+        return joins
+
     def _open_disk(self, compatibility: bytes) -> None:
         config = self._config
         if self._disk is not None:

@@ -240,7 +240,12 @@ def _request(fields: dict[str, Any], *pixels: bytes) -> EngineRequest:
     request = EngineRequest(**fields)
     for token_ids in (request.prompt_token_ids, request.emitted_token_ids):
         array("i", token_ids)  # raises if one is no integer
-    _string(request.request_id), _string(request.ingress_id), _integer(request.priority)
+    (
+        _string(request.request_id),
+        _string(request.ingress_id),
+        _string(request.kv_source),
+        _integer(request.priority),
+    )
     return request
 
 
