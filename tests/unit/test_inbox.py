@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import zmq
 
+from workers.rank.token_streams import TokenStreams
 from workers.wire import secure_socket
 from workers.wire.inbox import Inbox, InboxSender
 from workers.wire.request import EngineRequest, ImageInput, SamplingParams
@@ -340,6 +341,19 @@ def test_messages_come_again_once_there_are_descriptors(inbox, monkeypatch, capl
     sender.close()
     sender.wake(4)
     assert sender.num_sent == 3 and sender._sender._socket.closed
+
+
+def test_a_stream_without_a_sender_is_not_taken(inbox, monkeypatch):
+    """An ingress tries again every 0.5 s, with another stream each time."""
+
+    def full(*_) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(secure_socket, "connect", full)
+    streams = TokenStreams(inbox)
+    with pytest.raises(OSError, match="Too many open files"):
+        streams.open("lease", inbox.address, 3, bytes(15) + b"x")
+    assert inbox._streams == {} and streams.leases == ()
 
 
 @pytest.mark.parametrize("fails", [False, True])
