@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.client import group_streams, stream_watch
+from cluster.client.group_streams import GroupStreams
 from tests.unit import ray_fakes
 from tests.unit.client_scene import Scene, run, scene, use_fakes
 from tests.unit.ray_fakes import FakeRank, until
@@ -262,6 +263,33 @@ def test_a_stream_is_opened_again_once_there_are_descriptors(monkeypatch, caplog
     monkeypatch.setattr(group_streams, "RETRY_S", 0.05)
     run(scenario())
     assert "Too many open files" in caplog.text
+
+
+def test_a_request_that_comes_while_a_stream_is_opened_again_is_submitted_once(monkeypatch) -> None:
+    """Its rank would run a first attempt beside it, whose tokens nobody takes, up to the limit of tokens."""
+    open_again = GroupStreams._open_again
+
+    async def open_and_ask(streams: GroupStreams, rank: int) -> None:
+        await open_again(streams, rank)
+        asked.append(now.ask("b", rank=rank))
+        await until(lambda: "b" in now.group.open)
+
+    async def scenario() -> None:
+        nonlocal now
+        async with scene() as now:
+            rank = now.ranks[0]
+            now.group._streams.lost(0)
+            await until(lambda: "b~2" in rank.requests)
+            assert list(rank.requests) == ["b~2"]
+            await rank.emit("b~2", 0, 4, finish=True)
+            await asked[0]
+            assert now.answers["b"] == [100, 101, 102, 103]
+
+    now: Any = None
+    asked: list[asyncio.Task[None]] = []
+    monkeypatch.setattr(ray_fakes, "FakeRank", FakeRank)
+    monkeypatch.setattr(GroupStreams, "_open_again", open_and_ask)
+    run(scenario())
 
 
 def test_the_ends_of_streams_need_descriptors() -> None:
