@@ -71,6 +71,7 @@ def far_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fakes(monkeypatch)
     monkeypatch.setattr(ray_fakes, "FakeRank", FarRank)
     monkeypatch.setattr(token_streams, "BEAT_S", 0.05)
+    monkeypatch.setattr(stream_watch, "BEAT_S", 0.05)
     monkeypatch.setattr(secure_socket, "PING_MS", 200)
 
 
@@ -322,6 +323,14 @@ def test_beats_prove_that_messages_have_arrived() -> None:
     assert reason == "2 of 3 messages of this ingress have arrived at the rank"
     assert watch.beat(num_taken=3, num_sent=4, now=21.0) is None
     assert watch.beat(num_taken=None, num_sent=4, now=22.0) is not None
+
+
+def test_beats_that_were_read_late_prove_no_loss() -> None:
+    """After a pause of this process a request is sent first, then the beats of the pause are read."""
+    watch = stream_watch.StreamWatch(10.0)
+    for _ in range(2 * stream_watch.ARRIVAL_BEATS):
+        assert watch.beat(num_taken=0, num_sent=1, now=20.0) is None
+    assert watch.beat(num_taken=1, num_sent=1, now=21.0) is None
 
 
 def test_a_rank_without_beats_is_silent_and_a_pause_of_this_process_is_not() -> None:
