@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from kernels.host.owned import start_thread
 from kernels.host.readable import Readable
-from kernels.host.shm import PeerLeftError
+from kernels.host.shm import LEFT, PeerLeftError
 
 _HELLO = struct.Struct("<32sqq")  # token of the listener, rank and channel of the caller
 _HELLO_S = 2.0  # seconds that a caller has for its first bytes
@@ -45,11 +45,13 @@ class HostNetwork:
     address         IPv4 or IPv6 address of this host that the other hosts reach
     timeout_s       time for a peer that answers to connect or to send
     hang_timeout_s  time after which a peer that does not answer is lost
+    left            ends the wait for peers that connect when it is set
     """
 
     address: str
     timeout_s: float
     hang_timeout_s: float
+    left: threading.Event | None = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ class Link:
 
     def _lost(self, error: OSError | None) -> PeerLeftError:
         if self._left:
-            return PeerLeftError("this rank left the group while it waited")
+            return PeerLeftError(LEFT)
         if error is not None and error.errno in _NO_ANSWER:
             return PeerLeftError(
                 f"rank {self.peer} has not answered for {self._network.hang_timeout_s:g} s "
@@ -259,10 +261,15 @@ class LinkListener:
     ) -> tuple[tuple[int, int], socket.socket]:
         """Return the next awaited caller; others are refused."""
         while True:
-            self._server.settimeout(max(1e-3, deadline - time.monotonic()))
+            left_s = deadline - time.monotonic()
+            self._server.settimeout(min(max(1e-3, left_s), _POLL_S))
             try:
                 stream, _ = self._server.accept()
             except TimeoutError:
+                if self._network.left is not None and self._network.left.is_set():
+                    raise PeerLeftError(LEFT) from None
+                if left_s > 0:
+                    continue
                 late = ", ".join(map(str, sorted({peer for peer, _ in awaited})))
                 raise TimeoutError(
                     f"rank {late} did not connect to {self._network.address} within "

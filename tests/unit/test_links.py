@@ -125,6 +125,15 @@ def test_close_ends_a_send_that_no_peer_reads():
         first.close()
 
 
+def test_a_rank_that_leaves_waits_for_no_caller():
+    """A peer has failed before it called; the process of a rank that does not leave in time is replaced."""
+    left = threading.Event()
+    left.set()
+    listener = LinkListener(replace(NETWORK, left=left))
+    with pytest.raises(PeerLeftError, match="this rank left"):
+        listener.open_links(0, {1: listener.endpoint}, 1)
+
+
 def test_strangers_are_refused():
     listeners = [LinkListener(NETWORK) for _ in range(2)]
     endpoints = [listener.endpoint for listener in listeners]
