@@ -83,6 +83,11 @@ class GroupClient:
         """Whether the ranks of the present epoch can be reached."""
         return self.health.alive and self.epoch >= self.health.epoch
 
+    @property
+    def awaited(self) -> bool:
+        """Whether the streams of the present epoch are still to be opened."""
+        return self.health.alive and not self.reachable and not self._released
+
     def follow(self, health: GroupHealth, *, stopping: bool = False) -> None:
         """Note the present health. The end of the group ends its requests.
 
