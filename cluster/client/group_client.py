@@ -217,7 +217,10 @@ class GroupClient:
         """Submit the requests again that a rank has aborted, because their stream had lost a message."""
         if lease_id == self.lease_id:
             self._router.load_of((self.index, rank)).reachable = True
-            await self._submit_again([it for it in self.open.values() if it.place[1] == rank])
+            requests = [it for it in self.open.values() if it.place[1] == rank]
+            for request in requests:  # the rank has those that came just after it opened the stream
+                self._abort(request)
+            await self._submit_again(requests)
 
     async def _move(self, lease_id: str, rank: int) -> None:
         """Let the other ranks go on with the requests of a rank that this ingress cannot reach.
