@@ -299,7 +299,8 @@ def test_detokenizing_many_ids_lets_the_event_loop_run():
         return turns
 
     tiny_tokenizer()
-    assert asyncio.run(count_turns()) > 5  # one or two when decoding holds the GIL
+    # One or two when decoding holds the GIL, in every run; a busy machine may have few in some runs.
+    assert any(asyncio.run(count_turns()) > 5 for _ in range(20))
 
 
 ORIGIN = {"origin": "https://chat.example"}
