@@ -218,7 +218,8 @@ class GroupClient:
         if lease_id == self.lease_id:
             self._router.load_of((self.index, rank)).reachable = True
             requests = [it for it in self.open.values() if it.place[1] == rank]
-            for request in requests:  # the rank has those that came just after it opened the stream
+            # The rank has those that came just after it opened the stream.
+            for request in requests:
                 self._abort(request)
             await self._submit_again(requests)
 
