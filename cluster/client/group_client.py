@@ -217,11 +217,7 @@ class GroupClient:
         """Submit the requests again that a rank has aborted, because their stream had lost a message."""
         if lease_id == self.lease_id:
             self._router.load_of((self.index, rank)).reachable = True
-            requests = [it for it in self.open.values() if it.place[1] == rank]
-            # The rank has those that came just after it opened the stream.
-            for request in requests:
-                self._abort(request)
-            await self._submit_again(requests)
+            await self._submit_again([it for it in self.open.values() if it.place[1] == rank])
 
     async def _move(self, lease_id: str, rank: int) -> None:
         """Let the other ranks go on with the requests of a rank that this ingress cannot reach.

@@ -342,32 +342,3 @@ def test_a_rank_without_beats_is_silent_and_a_pause_of_this_process_is_not() -> 
     watch.beat(num_taken=0, num_sent=0, now=32.0)
     assert watch.silence(33.0) is watch.silence(60.0) is watch.silence(62.0) is None, "a pause"
     assert watch.silence(64.0) is not None
-
-
-def test_a_rank_does_not_go_on_with_a_request_that_came_while_its_stream_was_opened_again(
-    monkeypatch,
-) -> None:
-    """It came behind the answer of the rank, and before the requests of the old stream were submitted again."""
-    opened_by, late = GroupStreams._opened_by, []
-
-    def opened_again(streams: GroupStreams, rank: int, *opened: Any) -> None:
-        opened_by(streams, rank, *opened)
-        if streams._broken:
-            late.append(now.ask("late", rank=rank))
-
-    async def scenario() -> None:
-        nonlocal now
-        async with far_scene() as now:
-            rank = now.ranks[0]
-            rank.may_end = False
-            before = now.ask("before", rank=0)
-            await until(lambda: bool(now.answers["before"]))
-            monkeypatch.setattr(GroupStreams, "_opened_by", opened_again)
-            now.group._streams.lost(0)
-            await until(lambda: "late" in rank.aborted)
-            assert "late~2" in now.group.open
-            rank.may_end = True
-            await whole(now, [before, *late])
-
-    now: Any = None
-    run(scenario())
