@@ -16,6 +16,7 @@ from workers.rank.fence import StaleEpochError
 from workers.rank.rank_info import RankInfo, Rendezvous
 from workers.rank.step_loop import PeerFailedError, RankFailedError
 from workers.step.step_sync import LockstepError
+from workers.wire.request import RequestOutput
 from workers.wire.secure_socket import StreamAddress
 
 
@@ -273,6 +274,29 @@ def test_the_end_of_the_step_loop_is_the_answer_of_done(
             assert type(failure.value) is kind and str(error) in str(failure.value)
         assert (await subject.membership()).info is None
         await subject.leave_epoch(1)
+        subject._inbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_tokens_of_a_rank_that_leaves_fail_nothing() -> None:
+    """The step loop may publish between the moment in which the rank leaves its epoch and the end of the loop."""
+
+    async def scenario() -> None:
+        epoch = FailedEpoch()
+        subject, start = started(epoch)
+        await start
+        subject._streams.open("i.1", ADDRESS, 0, b"stream".ljust(16))
+
+        end = subject._step_loop.end
+
+        def publish_and_end(current: FailedEpoch) -> None:
+            subject._publish("i.1", [RequestOutput("a", [7])])
+            end(current)
+
+        subject._step_loop.end = publish_and_end
+        await subject.leave_epoch(1)
+        assert epoch.closed
         subject._inbox.close()
 
     asyncio.run(scenario())

@@ -156,6 +156,27 @@ def test_an_adapter_gets_its_turn_under_traffic_of_another(monkeypatch: pytest.M
     assert len(ranks[0].finished) > 60
 
 
+def test_a_closed_slot_holds_back_no_request_of_a_group_without_other_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What waits for the slot and what runs in it are aborted together, as with one client's connection."""
+    monkeypatch.setattr("workers.step.adapter_slots.PATIENCE_STEPS", 3)
+    rank = Rank(1, 4)
+    rank.add("runs", 1, 20)
+    for number in range(6):
+        step([rank], number)
+        if number == 1:
+            rank.add("waits", 2, 20)
+    rank.add("held back", 1, 2)
+    step([rank], 6)
+    assert rank.slots.slot_of(1) is None
+    rank.scheduler.abort("runs")
+    rank.scheduler.abort("waits")
+    for number in range(7, 10):
+        assert not step([rank], number).sleeps
+    assert rank.finished == {"held back": 9} and not rank.scheduler.has_work
+
+
 def test_requests_of_unknown_adapters_are_refused() -> None:
     scheduler = make_scheduler()
     request = EngineRequest(

@@ -189,3 +189,13 @@ def test_an_abort_cancels_the_compilation():
     rank.engine.abort("a")
     rank.finish()
     assert [future.cancelled() for future in rank.grammars.futures] == [True, False]
+
+
+def test_no_request_is_left_waiting_by_a_rank_that_falls_asleep(rank):
+    """The only token of the request before it may be read behind the inbox of a step that then has no tokens."""
+    for name, on_trial in (("t1", True), ("t2", True), ("a", False), ("t3", True)):
+        rank.submit(name, tokens=1, on_trial=on_trial)
+    rank.finish()
+    while rank.engine._must_vote():
+        rank.finish()
+    assert [name for _, name, count in rank.sent if count] == ["t1", "t2", "a", "t3"]

@@ -5,8 +5,12 @@ import threading
 import pytest
 
 from tests.unit.other_place import OtherPlace, transfers_to
+from tests.unit.schedulers import make_scheduler
 from tests.unit.test_engine import Alone
+from workers.config import SchedulerConfig
 from workers.engine import hand_overs
+from workers.kv_cache.block_pool import chain_keys, root_key
+from workers.step.step_output import StepOutput
 from workers.wire.request import EngineRequest, SamplingParams
 
 
@@ -83,3 +87,38 @@ def test_contents_that_are_forgotten_while_they_are_loaded_are_not_used() -> Non
     assert [name for _, name, tokens, _ in alone.sent if tokens] == ["first", "a"]
     assert cache.num_hits == 5 * cache.block_size
     assert not transfers.num_waiting and not any(map(transfers.comes, keys))
+
+
+@pytest.mark.parametrize("num_blocks", range(42, 50))
+def test_a_load_without_room_leaves_the_prefix_that_was_found(num_blocks: int) -> None:
+    """Some blocks of the prefix's window are held by another sequence, some by none; a load takes any free block."""
+    limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8)
+    sizes = {"num_blocks": num_blocks, "max_model_len": 128, "window": 32}
+    scheduler = make_scheduler(limits, **sizes)
+    prefix = [n % 5 for n in range(40)]
+
+    def step() -> None:
+        batch = scheduler.schedule()
+        scheduler.launched(batch)
+        scheduler.commit(batch, StepOutput.of(batch, [7] * len(batch.logits_seqs)))
+
+    def add(name: str, prompt: list[int], max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens)
+        assert not scheduler.add(
+            EngineRequest(request_id=name, ingress_id="i", prompt_token_ids=prompt, params=params)
+        )
+
+    add("runs", [*prefix, 1], 20)
+    for _ in range(18):
+        step()
+    longer, place = [*prefix, *[3] * 60, 1], OtherPlace()
+    keys = chain_keys(root_key(""), longer, scheduler.cache.block_size)
+    place.names = {key + suffix for key in keys for suffix in (b"", b"w")}
+    transfers_to(place, scheduler.cache)
+    add("longer", longer, 1)
+    step()
+    place.end()
+    while scheduler.has_work:
+        step()
+        place.end()
+    scheduler.check_integrity()

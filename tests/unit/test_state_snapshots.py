@@ -2,10 +2,11 @@
 
 import pytest
 
+from tests.unit.other_place import OtherPlace, transfers_to
 from tests.unit.schedulers import group_of, snapshots_of
 from tests.unit.test_prefix_cache import PROMPT, Server
 from workers.kv_cache.state_group import StateGroup
-from workers.kv_cache.state_snapshots import independent
+from workers.kv_cache.state_snapshots import StateSnapshots, independent
 from workers.step.step_output import StepOutput
 
 
@@ -135,6 +136,42 @@ def test_without_snapshots_nothing_is_found():
     server = Server(snapshots=0)
     server.run("a", PROMPT)
     assert server.run("b", PROMPT) == 0 and not server.scheduler.cache.num_queries
+
+
+def test_a_load_gets_no_slot_that_the_copies_before_the_next_forward_read_or_fill():
+    """It writes at once: the copies would take what it brings for another state, or replace it."""
+    snapshots = StateSnapshots(5, 1)
+    assert snapshots.save(b"a", 1) == 5
+    assert snapshots.take() is None, "the state comes into the slot before the next forward"
+    snapshots.copies.clear()
+    snapshots.restore(b"a", 2)
+    assert snapshots.take() is None, "a sequence starts from the slot in the next forward"
+    snapshots.forget([b"a"])
+    assert snapshots.take() is None
+    assert snapshots.save(b"b", 1) == 5, "copies are made in their order"
+    snapshots.copies.clear()
+    assert snapshots.take() == 5 and snapshots.num_kept == 0
+    snapshots.check_integrity([5])
+
+
+def test_no_state_is_saved_before_the_copy_that_keeps_it(monkeypatch):
+    """The same state was kept in the same slot before, and still waits to be saved."""
+    monkeypatch.setattr("workers.kv_cache.transfers.BATCH_S", 1000.0)
+    server, place = Server(snapshots=1), OtherPlace()
+    cache = server.scheduler.cache
+    transfers_to(place, cache)
+    server.run("a", [1] * 9, max_tokens=2)
+    server.run("b", [2] * 9, max_tokens=2)  # replaces the state of a
+    server.add("again", [1] * 9)
+    server.step()  # its state comes into the slot before the next forward
+
+    def saved() -> list[int]:
+        cache.save_all()
+        return [it.place for transfer in place.open for it in transfer.items if it.is_state]
+
+    assert snapshots_of(cache).copies == [(1, 5)] and saved() == []
+    server.finish()
+    assert saved() == [5]
 
 
 def test_copies_that_depend_on_one_another_are_made_in_order():

@@ -77,8 +77,15 @@ class Arrivals:
                 self._abort(message.request_id)
             else:
                 self._abort_ingress(message)
-        while self._held and self._may_accept(self._held[0]):
+        while self.may_accept:
             self._accept(self._held.popleft())
+
+    @property
+    def may_accept(self) -> bool:
+        """Whether the next request need not wait for others any more."""
+        if not self._held or self._on_trial in self.fresh:
+            return False
+        return not (self._held[0].on_trial and self.fresh)
 
     def begin(self, admitted: Iterable[Sequence]) -> None:
         """Send the ingresses notices of the fresh requests that the next step begins."""
@@ -94,9 +101,6 @@ class Arrivals:
         """Note the first tokens among `outputs`."""
         for output in outputs:
             self.fresh.discard(output.request_id)
-
-    def _may_accept(self, request: EngineRequest) -> bool:
-        return self._on_trial not in self.fresh and not (request.on_trial and self.fresh)
 
     def _accept(self, request: EngineRequest) -> None:
         """Accept a request. Its grammar, unless compiled before, is compiled meanwhile."""

@@ -386,7 +386,8 @@ class Engine:
                 self._outbox.send_held()
             if transfers is not None:
                 self.stats.record_idle(self.scheduler)  # a save that ends gives its blocks back
-        told = self._stopping or self.failed or bool(self._inbox)
+        # A commit behind `take` may have ended what the next request waited for.
+        told = self._stopping or self.failed or bool(self._inbox) or self._arrivals.may_accept
         return told or self.scheduler.has_work or self._woken_by_peer()
 
     def _repeat_wakes(self) -> None:

@@ -120,6 +120,10 @@ class CacheGroup(ABC):
     def hold_place(self, place: int) -> None:
         """Hold a place that is held already."""
 
+    def is_filled(self, place: int) -> bool:
+        """Return whether launched work fills a place with what `hold` finds there, not a copy before the next step."""
+        return True
+
     def take(self) -> int | None:
         """Hold a place without contents; None: there is none."""
         return None

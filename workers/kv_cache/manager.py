@@ -117,7 +117,12 @@ class KVCacheManager:
         if self.transfers is None or not self._enabled or new:
             return False
         keys = seq.block_keys[: (seq.num_tokens - 1) // self.block_size]
-        return self.transfers.begin_load(seq, keys, prefix.num_tokens // self.block_size)
+        blocks = prefix.all_blocks
+        self.pool.share(blocks)  # without room for the load, the sequence starts behind them
+        try:
+            return self.transfers.begin_load(seq, keys, prefix.num_tokens // self.block_size)
+        finally:
+            self.pool.release(blocks)
 
     def _is_loaded(self, key: bytes) -> bool:
         return self.transfers is not None and self.transfers.comes(key)

@@ -59,6 +59,9 @@ class StateGroup(CacheGroup):
     def hold_place(self, place: int) -> None:
         self.snapshots.hold_slot(place)
 
+    def is_filled(self, place: int) -> bool:
+        return all(place != target for _, target in self.snapshots.copies)
+
     def take(self) -> int | None:
         return self.snapshots.take()
 

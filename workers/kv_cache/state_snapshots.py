@@ -7,7 +7,7 @@ Knows nothing of requests and of tensors.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 # Tokens of a prompt that a snapshot must save, because a chunk that ends at a snapshot costs a step.
 MIN_GAIN = 64
@@ -78,16 +78,21 @@ class StateSnapshots:
             self.copies.append((slot, kept))
         return kept
 
-    def _free_slot(self) -> int | None:
-        """Return a slot for another snapshot, which replaces the longest unused one if none is free."""
-        if not self._free:
-            found = (key for key, slot in self._slot_of.items() if slot not in self._held)
-            oldest = next(found, None)
-            if oldest is None:
+    def _free_slot(self, besides: Container[int] = ()) -> int | None:
+        """Return a slot for another snapshot, which replaces the longest unused one if none is free.
+
+        besides   slots that are not returned
+        """
+        slot = next((it for it in reversed(self._free) if it not in besides), None)
+        if slot is None:
+            kept = ((key, it) for key, it in self._slot_of.items() if it not in self._held)
+            oldest, slot = next((it for it in kept if it[1] not in besides), (b"", None))
+            if slot is None:
                 return None
             self._num_lost += oldest in self._never_used
             self.forget((oldest,))
-        return self._free.pop()
+        self._free.remove(slot)
+        return slot
 
     def hold(self, key: bytes) -> int | None:
         """Hold the slot with the snapshot of `key`; None: there is none."""
@@ -102,8 +107,11 @@ class StateSnapshots:
         self._held[slot] += 1
 
     def take(self) -> int | None:
-        """Hold a slot for a snapshot that comes from elsewhere; None: there is none."""
-        slot = self._free_slot()
+        """Hold a slot for a snapshot that comes from elsewhere, at once; None: there is none.
+
+        The copies before the next forward have not begun, and so neither read nor fill the slot.
+        """
+        slot = self._free_slot({slot for copy in self.copies for slot in copy})
         if slot is not None:
             self._held[slot] += 1
         return slot

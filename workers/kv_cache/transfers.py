@@ -294,7 +294,8 @@ class BlockTransfers:
             place = group.hold(filled.key)
             if place is None:
                 continue
-            if place != filled.place:  # another sequence has filled it since
+            # Otherwise another sequence has filled it since, or is about to.
+            if place != filled.place or not group.is_filled(place):
                 group.let_go([place])
                 continue
             private = filled.private

@@ -375,9 +375,9 @@ class RankActor:
             peer.wake(step)
 
     def _publish(self, lease_id: str, outputs: list[RequestOutput]) -> None:
-        """Send outputs from the step loop; a lease without a stream gets nothing."""
-        if lease_id in self._streams:
-            others = self._engine.open_requests.report_load(lease_id)
+        """Send outputs from the step loop; a lease without a stream, or of an epoch that is left, gets nothing."""
+        if lease_id in self._streams and (current := self._current) is not None:
+            others = current.engine.open_requests.report_load(lease_id)
             self._streams.send(lease_id, self._index, others, outputs)
 
 

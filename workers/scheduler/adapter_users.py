@@ -12,10 +12,11 @@ class AdapterUsers:
     def __init__(self) -> None:
         self._num_users: Counter[int] = Counter()  # running sequences by slot
         self._wanted = 0
+        self._held_back = 0  # an adapter with a closed slot, for which a sequence waits
 
     def begin_step(self) -> None:
         """Forget which adapter was wanted in the step before."""
-        self._wanted = 0
+        self._wanted = self._held_back = 0
 
     def take(self, seq: Sequence, slots: AdapterSlots | None) -> bool:
         """Give `seq` the slot of its adapter; return False if it has to wait for one."""
@@ -23,7 +24,9 @@ class AdapterUsers:
             return True
         slot = slots.slot_of(seq.request.adapter)
         if slot is None:
-            if not self._wanted and slots.wants(seq.request.adapter):
+            if not slots.wants(seq.request.adapter):
+                self._held_back = seq.request.adapter
+            elif not self._wanted:
                 self._wanted = seq.request.adapter
             return False
         seq.adapter_slot = slot
@@ -42,5 +45,6 @@ class AdapterUsers:
         return {
             "adapter_rows": has_rows,
             "adapter_slots": sum(1 << (slot - 1) for slot, n in self._num_users.items() if n),
-            "adapter_wanted": self._wanted,
+            # A resident adapter brings nothing into a slot, but the ranks take another step, in which the slot opens.
+            "adapter_wanted": self._wanted or self._held_back,
         }
