@@ -153,6 +153,25 @@ def test_the_rank_that_lost_a_peer_is_not_the_cause(monkeypatch):
     assert run(end(60.0, (0, lost), (1, failed))) == "rank 1: KeyError: 7"
 
 
+def test_a_pause_of_the_supervisor_does_not_hide_the_cause():
+    """All time limits have passed as its loop goes on, and the answer of the rank that died is read after them."""
+
+    async def scenario() -> None:
+        loop, paused_s = asyncio.get_running_loop(), 0.0
+        clock = loop.time
+        loop.time = lambda: clock() + paused_s  # type: ignore[method-assign]
+        lost, died = loop.create_future(), loop.create_future()
+        first = asyncio.create_task(failures.first_failure([lost, died]))
+        lost.set_exception(PeerFailedError("rank 1 left"))
+        await asyncio.sleep(0.001)  # the time limit runs
+        paused_s = 1000.0
+        await asyncio.sleep(0.001)  # it has passed
+        died.set_exception(ActorDiedError())
+        assert await first is died
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("ends_on_stop", [True, False])
 def test_a_stop_is_no_failure(monkeypatch, caplog, ends_on_stop):
     monkeypatch.setattr(group, "STOP_TIMEOUT_S", 60.0 if ends_on_stop else 0.05)
