@@ -222,13 +222,12 @@ class Group:
             raise ValueError(f"the group is {self.status.state}; it can be changed while it serves")
         with self._change.request(config, reason, anew=anew) as change:
             try:
-                await self._roster.provide(config, anew=anew, avoided=avoided)
+                await change.provide(self._roster.provide, avoided)
             except PlacementError as error:
                 if not anew:
                     raise
                 logger.warning("the ranks end before the new ones start: %s", error)
-            change.begin()
-            await change.done()
+            await change.make()
 
     async def _rebuild(self, reason: str, change: PendingChange | None = None) -> None:
         """Bring the ranks into a new epoch, until they serve or no attempt is left.
