@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -75,7 +76,7 @@ class RankStart:
         if self._stop.is_set():
             return False
         with self.stage("ray"):
-            start_ray(self._config)
+            start_ray(self._config, self._stop.is_set)
         self._owns_ray = True
         return not self._stop.is_set()
 
@@ -249,8 +250,11 @@ def _sizes(status: "GroupStatus") -> str:
     return f"{backends}, {info.num_blocks} KV blocks"
 
 
-def start_ray(config: PhalanxConfig) -> None:
-    """Start a local Ray, or join the configured one; `ray.shutdown` undoes it. Raises ServerError."""
+def start_ray(config: PhalanxConfig, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Start a local Ray, or join the configured one; `ray.shutdown` undoes it. Raises ServerError.
+
+    A local Ray that does not start is started once more, unless `stopped`.
+    """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Ray's processes inherit the variables, so a rank can run in a process that Ray has started before.
@@ -271,18 +275,34 @@ def start_ray(config: PhalanxConfig) -> None:
             "object_store_memory": OBJECT_STORE_BYTES,
         }
         reaper.start()
-    try:
-        ray.init(
-            address or "local",
-            namespace="phalanx",
-            logging_level=logging.WARNING,
-            log_to_driver=True,
-            **options,
-        )
-    except Exception as error:  # Ray raises bare Exceptions, also on a slow machine
-        where = f"join Ray at {address}" if address else "start a local Ray"
-        raise ServerError(f"cannot {where}: {error}") from error
+    init = partial(
+        ray.init,
+        address or "local",
+        namespace="phalanx",
+        logging_level=logging.WARNING,
+        log_to_driver=True,
+        **options,
+    )
+    for last in (address is not None, True):
+        try:
+            init()
+            break
+        except Exception as error:  # Ray raises bare Exceptions, also on a slow machine
+            if address is None:
+                _end_unstarted_ray()
+            if last or stopped() or isinstance(error, ValueError):  # a wrong setting fails again
+                where = f"join Ray at {address}" if address else "start a local Ray"
+                raise ServerError(f"cannot {where}: {error}") from error
+            logger.warning("Ray did not start, and is started once more: %s", error)
     show_logs(config.serve.log_format)
+
+
+def _end_unstarted_ray() -> None:
+    """End what a failed start has left: Ray notes the processes of a node when all of them answer."""
+    import ray
+
+    ray.shutdown()
+    reaper.end_session()
 
 
 def lost_ray_process() -> str | None:
