@@ -140,11 +140,11 @@ class Group:
         found = recover(memberships, self._roster.config)
         await self._roster.recover(found.config, found.seats, actors)
         self.status.epoch, self.status.infos = found.epoch, found.infos
-        if found.reason:
+        reason = found.reason or await self._formation.take_over()
+        if reason:
             self.status.epoch = max(found.epoch, last_epoch)
-            self._set_state("rebuilding", found.reason)
+            self._set_state("rebuilding", reason)
         else:
-            await self._formation.take_over()
             self._set_serving()
         logger.warning("found %d ranks again after a restart of the supervisor", len(found.seats))
         return found.streams
