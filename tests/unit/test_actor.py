@@ -147,6 +147,38 @@ def test_a_stage_ends_before_its_epoch_is_closed():
     asyncio.run(scenario())
 
 
+def test_an_engine_that_starts_as_its_epoch_is_left_runs_nothing():
+    """Its tasks went on in all later epochs: each line of statistics came twice."""
+
+    async def scenario() -> None:
+        subject = RankActor(0, rank_config())
+        begun, aborted, closed = threading.Event(), threading.Event(), []
+        info = RankInfo(0, {}, num_blocks=8, block_size=16, max_model_len=64)
+
+        def start_engine(*_: Any) -> RankInfo:
+            begun.set()
+            assert aborted.wait(60)
+            return info
+
+        subject._current = SimpleNamespace(
+            start_engine=start_engine,
+            abort=aborted.set,
+            close=lambda: closed.append(True),
+            engine=None,
+            run=lambda: None,
+        )
+        subject._fence.epoch = 0
+        starting = asyncio.create_task(subject.start(0, []))
+        assert await asyncio.to_thread(begun.wait, 60)
+        await subject.leave_epoch(1)
+        with pytest.raises(StaleEpochError, match="rank 0 is in epoch -1, not 0"):
+            await starting
+        assert closed == [True] and not subject._tasks and subject._step_loop is None
+        subject._inbox.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_rank_leaves_after_the_join_that_is_under_way(monkeypatch):
     async def scenario() -> None:
         subject = RankActor(1, rank_config())

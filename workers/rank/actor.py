@@ -204,7 +204,6 @@ class RankActor:
             from workers.rank.process import RankProcess
 
             import_module("workers.rank.epoch")
-
             gc.freeze()  # modules live as long as the process, so `Epoch.close` need not search them
             self._process = RankProcess(self._index, self._config)
         return self._process
@@ -267,6 +266,7 @@ class RankActor:
         async with self._joining:
             current = self._epoch
             info = await in_thread(current.start_engine, self._publish, self._wake_peers)
+        self._fence.check(epoch)  # `leave_epoch` may have come, and closes this epoch next
         sizes = ("block_size", "num_blocks", "max_model_len")
         self._info = {**{size: getattr(info, size) for size in sizes}, **info.backends}
         self._inbox.deliver_to(current.engine, epoch)
