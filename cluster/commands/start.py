@@ -227,9 +227,9 @@ class RankStart:
 
         try:
             ray.get(supervisor.stop.remote(), timeout=5)
-            ray.kill(supervisor)
-        except RayError as error:
-            logger.debug("no supervisor to stop: %s", error)
+        except RayError as error:  # it has ended, or is late
+            logger.debug("the supervisor did not stop: %s", error)
+        ray.kill(supervisor)  # its ranks end without it
 
     def _report_stages(self, statuses: "list[GroupStatus]") -> None:
         for group, status in enumerate(statuses):

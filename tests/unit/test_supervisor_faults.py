@@ -265,3 +265,21 @@ def test_a_start_ends_the_ranks_of_supervisors_that_are_gone(
         f"app:{gone}",
         f"app:{gone}:beside:2",
     ]
+
+
+def test_a_supervisor_that_cannot_stop_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's GCS keeps its state, and may not answer; the name of the actor would refuse the next server."""
+    killed: list[bool] = []
+    monkeypatch.setattr(supervisor, "_kill_own_actor", lambda: killed.append(True))
+
+    async def unanswered() -> None:
+        raise ConnectionError("Ray's GCS does not answer")
+
+    async def scenario() -> None:
+        subject = OfFakes(phalanx_config())
+        monkeypatch.setattr(subject, "stop", unanswered)
+        with pytest.raises(ConnectionError):
+            await subject.exit()
+
+    run(scenario())
+    assert killed == [True]
