@@ -131,7 +131,7 @@ class RankStart:
     def check(self) -> None:
         """Print what has changed in the groups since the last check.
 
-        Raises ServerError when all groups have ended, or a process that the local Ray needs has ended.
+        Raises ServerError when all groups, the supervisor, or a process that the local Ray needs have ended.
         """
         if lost := lost_ray_process():
             raise ServerError(f"Ray's process {lost} has ended, and Ray cannot go on without it")
@@ -154,6 +154,9 @@ class RankStart:
         A supervisor that waits for Ray's GCS, or that Ray starts again, answers later, and the ranks serve meanwhile.
         """
         import ray
+        from ray.exceptions import ActorDiedError
+
+        from cluster.supervisor.failures import failure_message
 
         if self._asked is None:
             self._asked, self._num_silent = self.supervisor.healths.remote(), 0
@@ -163,7 +166,12 @@ class RankStart:
                 logger.warning("the supervisor does not answer; the ranks serve meanwhile")
             return None
         asked, self._asked = self._asked, None
-        healths: list[GroupHealth] = ray.get(asked)
+        try:
+            healths: list[GroupHealth] = ray.get(asked)
+        except (
+            ActorDiedError
+        ) as error:  # for good: it ends itself when this process was stopped for long
+            raise ServerError(f"the supervisor has ended: {failure_message(error)}") from error
         return healths
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from rich.console import Console
 
 from cluster.commands import preflight, start
@@ -244,6 +244,21 @@ def test_a_supervisor_that_does_not_stop_is_killed(
     supervisor = SimpleNamespace(stop=SimpleNamespace(remote=lambda: None))
     _start(SimpleNamespace(done=lambda: True))._stop_ranks(supervisor)
     assert killed == [supervisor]
+
+
+def test_a_supervisor_that_has_ended_is_named(monkeypatch: pytest.MonkeyPatch):
+    """After Ctrl-Z for longer than its lease, the command ended with a traceback of Ray."""
+
+    def get(*_: Any, **__: Any) -> None:
+        raise ActorDiedError
+
+    monkeypatch.setattr(start, "lost_ray_process", lambda: None)
+    monkeypatch.setattr("ray.wait", lambda refs, timeout: (refs, []))
+    monkeypatch.setattr("ray.get", get)
+    subject = _start(SimpleNamespace(done=lambda: True))
+    subject.supervisor = SimpleNamespace(healths=SimpleNamespace(remote=lambda: object()))
+    with pytest.raises(ServerError, match="the supervisor has ended: its process died"):
+        subject.check()
 
 
 def test_it_ends_with_a_killed_launcher():
