@@ -198,10 +198,13 @@ class Formation:
             ranks = enumerate(self._roster.ranks)
             kept = {index: rank for index, rank in ranks if rank in self.kept}
             work = self._new_heartbeats().guard(kept, work)
+        limit = asyncio.timeout(self.start_timeout_s if limited else None)
         try:
-            async with asyncio.timeout(self.start_timeout_s if limited else None):
+            async with limit:
                 outcome = await work
         except TimeoutError as error:
+            if not limit.expired():  # the error of a rank, of a limit of its own
+                raise
             raise StageTimeoutError(
                 f"not done after {self.start_timeout_s:g} s; cluster.start_timeout_s allows more"
             ) from error

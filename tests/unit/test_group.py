@@ -115,6 +115,13 @@ def test_a_stage_that_takes_too_long_names_the_setting():
     assert "cluster.start_timeout_s allows more" in subject.health.error
 
 
+def test_a_time_limit_of_a_rank_is_not_that_of_the_stage():
+    subject, ranks, _ = fake_group()
+    ranks[1].fail["run_stage"] = remote(TimeoutError("rank 0 did not vote within 2 s"))
+    run(subject.start())
+    assert subject.health.error.endswith("'weights': TimeoutError: rank 0 did not vote within 2 s")
+
+
 def test_without_rebuilds_a_dead_rank_fails_the_group():
     async def scenario() -> None:
         subject, ranks, launcher = fake_group()
