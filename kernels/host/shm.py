@@ -199,6 +199,10 @@ class SharedMemoryGroup:
             self.wait_words(attached, 1, attach_timeout_s, "attach")
         except BaseException:
             path.unlink(missing_ok=True)  # rank 0 may have been killed
+            if hasattr(self, "words"):
+                self.abort()  # peers that have attached wait for this rank no longer
+            self.channels = []
+            os.close(self._fd)  # else the segment would stay as long as this process
             raise
         if rank == 0:
             path.unlink(missing_ok=True)
@@ -262,9 +266,8 @@ class SharedMemoryGroup:
                 os.sched_yield()
             else:
                 time.sleep(5e-5 if waited < 0.05 else 5e-4)
-            now = (
-                time.monotonic()
-            )  # before the words are read: the process may be stopped at any time
+            # Before the words are read, because the process may be stopped at any time.
+            now = time.monotonic()
         add_wait(idle_s + min(time.monotonic() - polled, LATE_POLL_S))
 
     def _check_alive(

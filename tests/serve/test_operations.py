@@ -54,9 +54,9 @@ def operate(server: Server, operation: str, **body: object) -> None:
 
 def blocks(server: Server, num_ranks: int) -> list[int]:
     """The KV blocks of each rank, once the HTTP process has the figures of all ranks of the new epoch."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
-        text = httpx.get(f"{server.url}/metrics").text
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
         found = re.findall(r'cache_config_info{.*num_blocks="(\d+)"', text)
         if len(found) == num_ranks:
             return [int(number) for number in found]
@@ -85,7 +85,7 @@ def test_streams_outlive_a_restart_and_another_number_of_ranks(server):
         operate(server, "scale", ranks=1)
         (left,) = blocks(server, 1)
         operate(server, "restart", set=[f"cache.num_blocks={left - 1}"])
-        assert blocks(server, 1) == [left - 1] and not left_running(first, 10)
+        assert blocks(server, 1) == [left - 1] and not left_running(first, 60)
         operate(server, "scale", ranks=2)
         assert blocks(server, 2) == [left - 1] * 2
     assert not client.error and len(set(client.texts)) == 1, client.error or client.texts
@@ -98,9 +98,8 @@ def test_streams_outlive_all_changes_of_operators(tmp_path, checkpoint):
         first = server.ranks()
         with Repeater(server) as client:
             operate(server, "restart", set=["cache.num_blocks=200"])
-            assert blocks(server, 2) == [200, 200] and not left_running(first, 10)
-            server.supervisor().kill()
-            server.wait_line("found 2 ranks again")
+            assert blocks(server, 2) == [200, 200] and not left_running(first, 60)
+            server.wait_successor(server.kill_supervisor())
             rebuild_without_the_disk(server, disk)
             operate(server, "scale", ranks=1)
             assert blocks(server, 1) == [200]
@@ -113,6 +112,6 @@ def test_streams_outlive_all_changes_of_operators(tmp_path, checkpoint):
         operate(server, "drain", timeout_s=60)
         stream.join(60)
         assert stream.lines[-1] == "data: [DONE]" and stream.text() == client.texts[0]
-        assert server.process.wait(60) == 0 and not left_running(family, 10)
+        assert server.process.wait(60) == 0 and not left_running(family, 60)
         printed = server.log.read_text().split("ready in")[1]
         assert "Traceback" not in printed, printed

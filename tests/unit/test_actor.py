@@ -147,38 +147,6 @@ def test_a_stage_ends_before_its_epoch_is_closed():
     asyncio.run(scenario())
 
 
-def test_an_engine_that_starts_as_its_epoch_is_left_runs_nothing():
-    """Its tasks went on in all later epochs: each line of statistics came twice."""
-
-    async def scenario() -> None:
-        subject = RankActor(0, rank_config())
-        begun, aborted, closed = threading.Event(), threading.Event(), []
-        info = RankInfo(0, {}, num_blocks=8, block_size=16, max_model_len=64)
-
-        def start_engine(*_: Any) -> RankInfo:
-            begun.set()
-            assert aborted.wait(60)
-            return info
-
-        subject._current = SimpleNamespace(
-            start_engine=start_engine,
-            abort=aborted.set,
-            close=lambda: closed.append(True),
-            engine=None,
-            run=lambda: None,
-        )
-        subject._fence.epoch = 0
-        starting = asyncio.create_task(subject.start(0, []))
-        assert await asyncio.to_thread(begun.wait, 60)
-        await subject.leave_epoch(1)
-        with pytest.raises(StaleEpochError, match="rank 0 is in epoch -1, not 0"):
-            await starting
-        assert closed == [True] and not subject._tasks and subject._step_loop is None
-        subject._inbox.close()
-
-    asyncio.run(scenario())
-
-
 def test_a_rank_leaves_after_the_join_that_is_under_way(monkeypatch):
     async def scenario() -> None:
         subject = RankActor(1, rank_config())
@@ -238,6 +206,30 @@ def started(epoch: FailedEpoch) -> tuple[RankActor, Any]:
     subject = RankActor(0, rank_config())
     subject._current, subject._fence.epoch = epoch, 0
     return subject, subject.start(0, [])
+
+
+def test_nothing_begins_in_an_epoch_that_was_left_during_the_start() -> None:
+    """Its beats would go on in later epochs, with the number of the rank that the process had then."""
+
+    class SlowStart(FailedEpoch):
+        def start_engine(self, *_: Any) -> RankInfo:
+            starting.set()
+            assert self.may_end.wait(60)  # until the rank leaves
+            return super().start_engine()
+
+    async def scenario() -> None:
+        epoch = SlowStart()
+        subject, start = started(epoch)
+        starts = asyncio.create_task(start)
+        assert await asyncio.to_thread(starting.wait, 60)
+        await subject.leave_epoch(1)
+        with pytest.raises(StaleEpochError, match="in epoch -1, not 0"):
+            await starts
+        assert subject._tasks == () and subject._step_loop is None and epoch.closed
+        subject._inbox.close()
+
+    starting = threading.Event()
+    asyncio.run(scenario())
 
 
 def test_a_failed_log_of_statistics_fails_the_epoch() -> None:

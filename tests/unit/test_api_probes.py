@@ -120,6 +120,19 @@ def test_many_askers_share_a_probe():
     assert len(api.backend.requests) == 3
 
 
+def test_tokens_that_come_before_the_probe_begins_do_not_break_it():
+    class Waking(Ranks):
+        """The last rank proves itself between the decision to probe and the probe."""
+
+        asked = 0
+
+        def token_ages(self):
+            self.asked += 1
+            return dict.fromkeys(range(3), float("inf") if self.asked == 1 else 0.0)
+
+    assert Api(Waking()).get("/ready").status_code == 200
+
+
 def test_a_silent_rank_is_named_and_its_probe_aborted():
     api = Api(Ranks(silent=(1,)), probe_timeout_s=0.05)
     for _ in range(2):  # a failure is not remembered
@@ -286,7 +299,8 @@ def test_detokenizing_many_ids_lets_the_event_loop_run():
         return turns
 
     tiny_tokenizer()
-    assert asyncio.run(count_turns()) > 5  # one or two when decoding holds the GIL
+    # One or two when decoding holds the GIL, in every run; a busy machine may have few in some runs.
+    assert any(asyncio.run(count_turns()) > 5 for _ in range(20))
 
 
 ORIGIN = {"origin": "https://chat.example"}

@@ -6,14 +6,17 @@ that is lost is opened again, but messages on their way may be lost with it, so 
 """
 
 import contextlib
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import zmq
 
 from workers.wire.numbering import UNCHECKED, numbered
+
+logger = logging.getLogger(__name__)
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -46,13 +49,13 @@ def _as_os_error() -> Iterator[None]:
         raise OSError(error.errno, f"no socket for a stream: {error.strerror}") from error
 
 
-def listen(context: Context, host: str) -> tuple[Socket, StreamAddress]:
-    """Return a PULL socket on a free port of `host`, for any number of senders, and its address.
+def listen(context: Context, host: str, kind: int = zmq.PULL) -> tuple[Socket, StreamAddress]:
+    """Return a socket on a free port of `host`, for any number of peers, and its address.
 
     Raises OSError where the process has no descriptors left.
     """
     with _as_os_error():
-        socket = _new_socket(context, zmq.PULL)
+        socket = _new_socket(context, kind)
         public, secret = zmq.curve_keypair()
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = public, secret
@@ -69,43 +72,62 @@ class Sender:
     stream     carried by every message, see `workers.wire.numbering`
     num_sent   messages given to `send`
 
-    Raises OSError where the process has no descriptors left.
+    The constructor raises OSError where the process has no descriptors left.
     """
 
     def __init__(self, address: StreamAddress, stream: bytes = UNCHECKED):
         self.num_sent = 0
+        self._closed = False
         self._address, self._stream = address, stream
         self._lock = threading.Lock()
-        self._socket = _connect(address)
+        self._socket = connect(zmq.Context.instance(), address)
 
     def send(self, message: bytes, *frames: bytes) -> None:
         """Queue a message until the connection is up; after `close` the message is dropped.
 
+        Without free descriptors a message is lost like one on its way; the next one opens the connection again.
+
         frames   follow the message as they are; they arrive with it or not at all
         """
         with self._lock:
-            if self._socket.closed:
+            if self._closed:
                 return
             data = numbered(self._stream, self.num_sent, message), *frames
             self.num_sent += 1
+            if self._queue(data):
+                return
+            # ZeroMQ does not connect again after a message of the peer that it refused, and has dropped the queue.
+            was_open = not self._socket.closed
+            self._socket.close()
             try:
-                self._socket.send_multipart(data, zmq.NOBLOCK, copy=not frames)
-            except zmq.Again:
-                # ZeroMQ does not connect again after a message of the peer that it refused, and has dropped the queue.
-                self._socket.close()
-                self._socket = _connect(self._address)
-                self._socket.send_multipart(data, zmq.NOBLOCK, copy=not frames)
+                self._socket = connect(zmq.Context.instance(), self._address)
+            except OSError as error:
+                if was_open:
+                    logger.warning("messages to %s are lost: %s", self._address.endpoint, error)
+            else:
+                self._queue(data)
+
+    def _queue(self, data: Sequence[bytes]) -> bool:
+        """Return whether the socket takes a message."""
+        if self._socket.closed:
+            return False
+        try:
+            self._socket.send_multipart(data, zmq.NOBLOCK, copy=len(data) == 1)
+        except zmq.Again:
+            return False
+        return True
 
     def close(self) -> None:
         """Drop queued messages and disconnect."""
         with self._lock:
+            self._closed = True
             self._socket.close()
 
 
-def _connect(address: StreamAddress) -> Socket:
-    """Return a PUSH socket to a listener."""
+def connect(context: Context, address: StreamAddress, kind: int = zmq.PUSH) -> Socket:
+    """Return a socket to a listener. Raises OSError where the process has no descriptors left."""
     with _as_os_error():
-        socket = _new_socket(zmq.Context.instance(), zmq.PUSH)
+        socket = _new_socket(context, kind)
         if "[" in address.endpoint:
             socket.setsockopt(zmq.IPV6, 1)
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
