@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -75,7 +76,7 @@ class RankStart:
         if self._stop.is_set():
             return False
         with self.stage("ray"):
-            start_ray(self._config)
+            start_ray(self._config, self._stop.is_set)
         self._owns_ray = True
         return not self._stop.is_set()
 
@@ -130,7 +131,7 @@ class RankStart:
     def check(self) -> None:
         """Print what has changed in the groups since the last check.
 
-        Raises ServerError when all groups have ended, or a process that the local Ray needs has ended.
+        Raises ServerError when all groups, the supervisor, or a process that the local Ray needs have ended.
         """
         if lost := lost_ray_process():
             raise ServerError(f"Ray's process {lost} has ended, and Ray cannot go on without it")
@@ -153,6 +154,9 @@ class RankStart:
         A supervisor that waits for Ray's GCS, or that Ray starts again, answers later, and the ranks serve meanwhile.
         """
         import ray
+        from ray.exceptions import ActorDiedError
+
+        from cluster.supervisor.failures import failure_message
 
         if self._asked is None:
             self._asked, self._num_silent = self.supervisor.healths.remote(), 0
@@ -162,7 +166,12 @@ class RankStart:
                 logger.warning("the supervisor does not answer; the ranks serve meanwhile")
             return None
         asked, self._asked = self._asked, None
-        healths: list[GroupHealth] = ray.get(asked)
+        try:
+            healths: list[GroupHealth] = ray.get(asked)
+        except (
+            ActorDiedError
+        ) as error:  # for good: it ends itself when this process was stopped for long
+            raise ServerError(f"the supervisor has ended: {failure_message(error)}") from error
         return healths
 
     @property
@@ -226,9 +235,9 @@ class RankStart:
 
         try:
             ray.get(supervisor.stop.remote(), timeout=5)
-            ray.kill(supervisor)
-        except RayError as error:
-            logger.debug("no supervisor to stop: %s", error)
+        except RayError as error:  # it has ended, or is late
+            logger.debug("the supervisor did not stop: %s", error)
+        ray.kill(supervisor)  # its ranks end without it
 
     def _report_stages(self, statuses: "list[GroupStatus]") -> None:
         for group, status in enumerate(statuses):
@@ -249,8 +258,11 @@ def _sizes(status: "GroupStatus") -> str:
     return f"{backends}, {info.num_blocks} KV blocks"
 
 
-def start_ray(config: PhalanxConfig) -> None:
-    """Start a local Ray, or join the configured one; `ray.shutdown` undoes it. Raises ServerError."""
+def start_ray(config: PhalanxConfig, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Start a local Ray, or join the configured one; `ray.shutdown` undoes it. Raises ServerError.
+
+    A local Ray that does not start is started once more, unless `stopped`.
+    """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Ray's processes inherit the variables, so a rank can run in a process that Ray has started before.
@@ -271,18 +283,34 @@ def start_ray(config: PhalanxConfig) -> None:
             "object_store_memory": OBJECT_STORE_BYTES,
         }
         reaper.start()
-    try:
-        ray.init(
-            address or "local",
-            namespace="phalanx",
-            logging_level=logging.WARNING,
-            log_to_driver=True,
-            **options,
-        )
-    except Exception as error:  # Ray raises bare Exceptions, also on a slow machine
-        where = f"join Ray at {address}" if address else "start a local Ray"
-        raise ServerError(f"cannot {where}: {error}") from error
+    init = partial(
+        ray.init,
+        address or "local",
+        namespace="phalanx",
+        logging_level=logging.WARNING,
+        log_to_driver=True,
+        **options,
+    )
+    for last in (address is not None, True):
+        try:
+            init()
+            break
+        except Exception as error:  # Ray raises bare Exceptions, also on a slow machine
+            if address is None:
+                _end_unstarted_ray()
+            if last or stopped() or isinstance(error, ValueError):  # a wrong setting fails again
+                where = f"join Ray at {address}" if address else "start a local Ray"
+                raise ServerError(f"cannot {where}: {error}") from error
+            logger.warning("Ray did not start, and is started once more: %s", error)
     show_logs(config.serve.log_format)
+
+
+def _end_unstarted_ray() -> None:
+    """End what a failed start has left: Ray notes the processes of a node when all of them answer."""
+    import ray
+
+    ray.shutdown()
+    reaper.end_session()
 
 
 def lost_ray_process() -> str | None:

@@ -1,7 +1,7 @@
 """A change of a group that an operator requests: at most one at a time, with its outcome. Knows nothing of ranks."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Self
 
@@ -45,17 +45,34 @@ class PendingChange:
             self._outcome = None
             self._begun.clear()
 
-    def begin(self) -> None:
-        """Let `begins` return."""
-        self._begun.set()
+    async def provide(
+        self, start: Callable[..., Awaitable[bool]], avoided: Collection[int]
+    ) -> None:
+        """Start the processes of the change, again while `start` returns False because a rebuild has used some.
+
+        Raises its error, or ChangeError if the change was given up meanwhile: starts fail in many ways then.
+
+        start, avoided   `Roster.provide` and its argument
+        """
+        assert self._outcome is not None, "request comes first"
+        try:
+            while not await start(self.config, anew=self.anew, avoided=avoided):
+                if self._outcome.done():
+                    break
+        except Exception:
+            if not self._outcome.done():
+                raise
+        if self._outcome.done():
+            await self._outcome
 
     async def begins(self) -> None:
         """Return when a change is to be made."""
         await self._begun.wait()
 
-    async def done(self) -> None:
-        """Return when the change is made. Raises ChangeError if it was not made."""
+    async def make(self) -> None:
+        """Let `begins` return, and return when the change is made. Raises ChangeError if it was not made."""
         assert self._outcome is not None, "request comes first"
+        self._begun.set()
         await self._outcome
 
     def succeed(self) -> None:

@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 ROOT_CAUSE_WAIT_S = 2.0
 """Time for a second rank to end after a rank that only lost a peer; Ray reports a dead process within a second."""
+ROOT_CAUSE_CHECKS = 8
+"""Parts of this time. A pause of this process ends one part, so that answers which came meanwhile are read."""
 
 
 class StageTimeoutError(ValueError):
@@ -71,15 +73,14 @@ async def first_failure(done: Sequence[asyncio.Future[None]]) -> asyncio.Future[
     A rank that ended because it lost a peer is not the cause: the peer has ROOT_CAUSE_WAIT_S to end too.
     """
     lost_a_peer: list[asyncio.Future[None]] = []
-    waiting = set(done)
-    while waiting:
+    waiting, checks = set(done), 0
+    while waiting and checks < ROOT_CAUSE_CHECKS:
         ended, waiting = await asyncio.wait(
             waiting,
-            timeout=ROOT_CAUSE_WAIT_S if lost_a_peer else None,
+            timeout=ROOT_CAUSE_WAIT_S / ROOT_CAUSE_CHECKS if lost_a_peer else None,
             return_when=asyncio.FIRST_COMPLETED,
         )
-        if not ended:
-            break
+        checks = 0 if ended else checks + 1
         for future in ended:
             error = future.exception()
             if error is None or not isinstance(_remote_cause(error), PeerFailedError):

@@ -137,10 +137,18 @@ class Formation:
         self._status.infos = await self.stage("engines", self._gather(started), guarded=True)
         self.balance.begin(roster.ranks, self._status.epoch, roster.config)
 
-    async def take_over(self) -> None:
-        """Locate ranks that serve, after a restart of the supervisor, and balance their experts."""
-        await self.locate()
+    async def take_over(self) -> str:
+        """Locate ranks that serve, after a restart of the supervisor, and balance their experts.
+
+        Returns why the group must be rebuilt, if a rank has ended or hangs since it was found; otherwise "".
+        """
+        ranks = dict(enumerate(self._roster.ranks))
+        try:
+            await self._new_heartbeats().guard(ranks, self.locate())
+        except Exception as error:
+            return f"the supervisor was restarted, and lost a rank: {failure_message(error)}"
         self.balance.begin(self._roster.ranks, self._status.epoch, self._roster.config)
+        return ""
 
     async def leave(self, rank: int) -> bool:
         """Let a rank leave its epoch before the present one; return whether it has left in time."""
@@ -190,10 +198,13 @@ class Formation:
             ranks = enumerate(self._roster.ranks)
             kept = {index: rank for index, rank in ranks if rank in self.kept}
             work = self._new_heartbeats().guard(kept, work)
+        limit = asyncio.timeout(self.start_timeout_s if limited else None)
         try:
-            async with asyncio.timeout(self.start_timeout_s if limited else None):
+            async with limit:
                 outcome = await work
         except TimeoutError as error:
+            if not limit.expired():  # the error of a rank, of a limit of its own
+                raise
             raise StageTimeoutError(
                 f"not done after {self.start_timeout_s:g} s; cluster.start_timeout_s allows more"
             ) from error

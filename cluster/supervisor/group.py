@@ -140,11 +140,11 @@ class Group:
         found = recover(memberships, self._roster.config)
         await self._roster.recover(found.config, found.seats, actors)
         self.status.epoch, self.status.infos = found.epoch, found.infos
-        if found.reason:
+        reason = found.reason or await self._formation.take_over()
+        if reason:
             self.status.epoch = max(found.epoch, last_epoch)
-            self._set_state("rebuilding", found.reason)
+            self._set_state("rebuilding", reason)
         else:
-            await self._formation.take_over()
             self._set_serving()
         logger.warning("found %d ranks again after a restart of the supervisor", len(found.seats))
         return found.streams
@@ -222,13 +222,12 @@ class Group:
             raise ValueError(f"the group is {self.status.state}; it can be changed while it serves")
         with self._change.request(config, reason, anew=anew) as change:
             try:
-                await self._roster.provide(config, anew=anew, avoided=avoided)
+                await change.provide(self._roster.provide, avoided)
             except PlacementError as error:
                 if not anew:
                     raise
                 logger.warning("the ranks end before the new ones start: %s", error)
-            change.begin()
-            await change.done()
+            await change.make()
 
     async def _rebuild(self, reason: str, change: PendingChange | None = None) -> None:
         """Bring the ranks into a new epoch, until they serve or no attempt is left.

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.supervisor.failures import failure_message
@@ -48,6 +49,18 @@ async def live(ready: "asyncio.Future[None]", handle: RankHandle) -> None:
     """Return when a standby has joined a group. Raises when its process has failed."""
     await ready
     await result(handle.joined.remote())
+
+
+async def all_ready(standbys: Sequence[Standby]) -> bool:
+    """Return True when all have loaded, False as soon as a rebuild releases one. Raises the error of one that fails."""
+    try:
+        await asyncio.gather(*(standby.ready for standby in standbys))
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # the caller is cancelled, not a standby
+            raise
+        return False
+    return True
 
 
 def note_end(life: "asyncio.Future[None]") -> None:

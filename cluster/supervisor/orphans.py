@@ -23,6 +23,9 @@ def sweep() -> None:
 
     Such a rank ends itself within a minute, but a stopped rank does not, and the place of a dead rank stays reserved.
     """
+    places = (
+        placement_group_table().values()
+    )  # before the names: a server that starts now has its name first
     named = ray.util.list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in named if actor["namespace"] == NAMESPACE]
     living = {_actor_id(name) for name in names if name.startswith(SUPERVISOR)}
@@ -31,7 +34,7 @@ def sweep() -> None:
             logger.warning("ending %s: its supervisor has ended", name)
             with suppress(ValueError):  # it has ended since
                 ray.kill(ray.get_actor(name, NAMESPACE))
-    for entry in placement_group_table().values():
+    for entry in places:
         if entry["state"] != "REMOVED" and _is_orphan(entry["name"], living):
             group = placement.find(entry["name"])
             if group is not None:  # of this namespace

@@ -11,7 +11,7 @@ from typing import Any
 from cluster.supervisor import lost_nodes
 from cluster.supervisor.failures import failure_message
 from cluster.supervisor.launcher import Launcher, RankHandle
-from cluster.supervisor.members import Member, Standby, live, note_end
+from cluster.supervisor.members import Member, Standby, all_ready, live, note_end
 from cluster.supervisor.placement import PlacementError, RankLocation, resized
 from cluster.supervisor.ray_calls import result, result_future
 from kernels.host.owned import Failed, OwnedTask
@@ -179,10 +179,10 @@ class Roster:
 
     async def provide(
         self, target: RankConfig, *, anew: bool = False, avoided: Collection[int] = ()
-    ) -> None:
+    ) -> bool:
         """Start and load the processes that `target` needs beside the present ones, as standbys.
 
-        Raises PlacementError when a node has no room for them.
+        Returns False if a rebuild has used or ended one. Raises PlacementError when a node has no room for them.
 
         avoided: bundles that the group leaves
         """
@@ -198,7 +198,7 @@ class Roster:
                     usable.append(await self._start_standby(bundle, target))
                     started.append(usable[-1])
                 needed += usable
-            await asyncio.gather(*(standby.ready for standby in needed))
+            return await all_ready(needed)
         except BaseException:
             for standby in started:
                 self._discard(standby)

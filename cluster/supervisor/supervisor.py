@@ -325,9 +325,11 @@ class Supervisor:
         await self._pool.stop()
 
     async def exit(self) -> None:
-        """Stop all groups and end this actor."""
-        await self.stop()
-        _kill_own_actor()
+        """Stop all groups and end this actor, also if Ray's GCS fails meanwhile."""
+        try:
+            await self.stop()
+        finally:
+            _kill_own_actor()
 
     async def _watch_leases(self) -> None:
         """Free what an expired ingress had open; end this actor when no ingress or no launcher is left."""

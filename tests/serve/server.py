@@ -75,9 +75,12 @@ class Server:
         return own + [actor for actor in joined if actor not in self._others]
 
     def actors(self, *kinds: str) -> list[psutil.Process]:
-        """The processes of its actors, or of these kinds of them."""
-        titles = tuple(f"ray::{kind}" for kind in kinds or ACTORS)
-        return [p for p in self.descendants() if title(p).startswith(titles)]
+        """The processes of its actors, or of these kinds of them.
+
+        Until the constructor of an actor with a name has ended, Ray's title of its process has this name first.
+        """
+        titles = re.compile(rf"ray::(\S+:)?({'|'.join(kinds or ACTORS)})")
+        return [p for p in self.descendants() if titles.match(title(p))]
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the rank actors."""

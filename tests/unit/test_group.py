@@ -115,6 +115,13 @@ def test_a_stage_that_takes_too_long_names_the_setting():
     assert "cluster.start_timeout_s allows more" in subject.health.error
 
 
+def test_a_time_limit_of_a_rank_is_not_that_of_the_stage():
+    subject, ranks, _ = fake_group()
+    ranks[1].fail["run_stage"] = remote(TimeoutError("rank 0 did not vote within 2 s"))
+    run(subject.start())
+    assert subject.health.error.endswith("'weights': TimeoutError: rank 0 did not vote within 2 s")
+
+
 def test_without_rebuilds_a_dead_rank_fails_the_group():
     async def scenario() -> None:
         subject, ranks, launcher = fake_group()
@@ -151,6 +158,25 @@ def test_the_rank_that_lost_a_peer_is_not_the_cause(monkeypatch):
     assert run(end(60.0, (0, lost), (1, lost), (2, died))) == "rank 2: its process died"
     assert run(end(0.02, (1, lost))) == "rank 1: LockstepError: rank 2 did not vote"
     assert run(end(60.0, (0, lost), (1, failed))) == "rank 1: KeyError: 7"
+
+
+def test_a_pause_of_the_supervisor_does_not_hide_the_cause():
+    """All time limits have passed as its loop goes on, and the answer of the rank that died is read after them."""
+
+    async def scenario() -> None:
+        loop, paused_s = asyncio.get_running_loop(), 0.0
+        clock = loop.time
+        loop.time = lambda: clock() + paused_s  # type: ignore[method-assign]
+        lost, died = loop.create_future(), loop.create_future()
+        first = asyncio.create_task(failures.first_failure([lost, died]))
+        lost.set_exception(PeerFailedError("rank 1 left"))
+        await asyncio.sleep(0.001)  # the time limit runs
+        paused_s = 1000.0
+        await asyncio.sleep(0.001)  # it has passed
+        died.set_exception(ActorDiedError())
+        assert await first is died
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("ends_on_stop", [True, False])

@@ -100,7 +100,7 @@ def test_a_second_server_of_an_application_is_refused_and_leaves_the_first_alone
         raise ValueError("The name supervisor:phalanx (namespace=phalanx) is already taken.")
 
     monkeypatch.setattr(actor, "_create", taken)
-    monkeypatch.setattr(start, "start_ray", lambda config: None)
+    monkeypatch.setattr(start, "start_ray", lambda *_: None)
     monkeypatch.setattr(start.download, "is_needed", lambda config: False)
     monkeypatch.setattr(start, "lost_ray_process", lambda: None)
     monkeypatch.setattr(ray, "shutdown", lambda: None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from rich.console import Console
 
 from cluster.commands import preflight, start
@@ -226,6 +227,38 @@ def test_a_supervisor_that_an_ingress_creates_during_the_end_is_ended_too(
     assert stop("created meanwhile") == ["own", "application", "created meanwhile", "ray"]
     # Ray may have the killed one under the name for a moment; a call of it would be an error on the console.
     assert stop("own") == stop(None) == ["own", "application", "ray"]
+
+
+@pytest.mark.parametrize("error", [GetTimeoutError("5 s"), RayError("Ray's GCS does not answer")])
+def test_a_supervisor_that_does_not_stop_is_killed(
+    monkeypatch: pytest.MonkeyPatch, error: RayError
+):
+    """In a joined cluster it blocked the next server of this name for a minute."""
+    killed: list[Any] = []
+
+    def get(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("ray.get", get)
+    monkeypatch.setattr("ray.kill", killed.append)
+    supervisor = SimpleNamespace(stop=SimpleNamespace(remote=lambda: None))
+    _start(SimpleNamespace(done=lambda: True))._stop_ranks(supervisor)
+    assert killed == [supervisor]
+
+
+def test_a_supervisor_that_has_ended_is_named(monkeypatch: pytest.MonkeyPatch):
+    """After Ctrl-Z for longer than its lease, the command ended with a traceback of Ray."""
+
+    def get(*_: Any, **__: Any) -> None:
+        raise ActorDiedError
+
+    monkeypatch.setattr(start, "lost_ray_process", lambda: None)
+    monkeypatch.setattr("ray.wait", lambda refs, timeout: (refs, []))
+    monkeypatch.setattr("ray.get", get)
+    subject = _start(SimpleNamespace(done=lambda: True))
+    subject.supervisor = SimpleNamespace(healths=SimpleNamespace(remote=lambda: object()))
+    with pytest.raises(ServerError, match="the supervisor has ended: its process died"):
+        subject.check()
 
 
 def test_it_ends_with_a_killed_launcher():

@@ -1,10 +1,15 @@
 """What a restarted supervisor makes of the ranks that it finds."""
 
+import asyncio
 from typing import Any
 
+import pytest
+from ray.exceptions import ActorDiedError
+
 from cluster.supervisor import recovery
+from cluster.supervisor.heartbeat import Heartbeats
 from kernels.routing.expert_map import STANDBY
-from tests.unit.ray_fakes import rank_config
+from tests.unit.ray_fakes import fake_group, rank_config
 from workers.rank.rank_info import Membership, RankInfo
 
 
@@ -42,3 +47,30 @@ def test_recovery_after_a_change_of_the_number_of_ranks():
     found = recovery.recover([*ranks, standby, member_of(1, 2, 0)], rank_config(2))
     assert found.config.num_ranks == 3 and not found.reason
     assert found.seats == {rank: f"{rank} of 3" for rank in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("fails", "hangs", "reason"),
+    [
+        ({"describe": ActorDiedError()}, set(), "rank 1: its process died"),
+        ({}, {"describe", "pulse"}, "rank 1: no sign of life"),
+    ],
+)
+def test_a_rank_that_is_lost_as_it_is_taken_over_is_no_error(fails, hangs, reason):
+    """It gave its membership and then died, or was stopped: the supervisor neither fails nor waits for ever."""
+
+    async def scenario() -> None:
+        first, ranks, launcher = fake_group()
+        await first.start()
+        for rank in ranks:
+            rank.epoch = 0
+        ranks[1].fail, ranks[1].hang = fails, hangs
+        successor, _, _ = fake_group(hang_timeout_s=60.0)
+        successor._roster._launcher, launcher.group = launcher, successor
+        short = Heartbeats(2, 0.02, cpu_counts=True)
+        successor._formation._new_heartbeats = lambda: short
+        await successor.recover(None, 0)
+        assert successor.health[:2] == ("rebuilding", 0)
+        assert reason in successor.health.error
+
+    asyncio.run(scenario())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.commands import serve as serve_command
+from cluster.commands import start
 from cluster.commands.serve import _deploy_failure, _drain, _hold_port
 from cluster.commands.start import ServerError
 from cluster.commands.stop_signals import StopSignals
@@ -152,3 +153,48 @@ def test_a_drain_ends_with_the_requests_or_at_a_second_signal(
     ranks: Any = OpenRequests(9, *second)
     _drain(config, stop, ranks)
     assert (ranks.timeouts, ranks.polls) == ([timeout_s], polls)
+
+
+SLOW = Exception("The current node timed out during startup.")
+
+
+@pytest.mark.parametrize(
+    ("errors", "address", "stopped", "starts", "message"),
+    [
+        ([SLOW], None, False, 2, ""),
+        ([SLOW, SLOW], None, False, 2, "cannot start a local Ray: The current node timed out"),
+        ([SLOW], None, True, 1, "cannot start a local Ray: The current node timed out"),
+        ([ValueError("too small")], None, False, 1, "cannot start a local Ray: too small"),
+        ([SLOW], "auto", False, 1, "cannot join Ray at auto: The current node timed out"),
+    ],
+)
+def test_a_local_ray_that_is_late_is_ended_and_started_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+    errors: list[Exception],
+    address: str | None,
+    stopped: bool,
+    starts: int,
+    message: str,
+) -> None:
+    """Ray gives its own processes 30 s, which a busy machine exceeds, and leaves them running."""
+    done: list[str] = []
+    left = iter(errors)
+
+    def init(*_: object, **__: object) -> None:
+        done.append("start")
+        if (error := next(left, None)) is not None:
+            raise error
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr(start.reaper, "start", lambda: None)
+    monkeypatch.setattr(start.reaper, "end_session", lambda: done.append("end"))
+    monkeypatch.setattr(start, "show_logs", lambda log_format: None)
+    config = config_of(1, **({} if address is None else {"ray_address": address}))
+    with pytest.raises(ServerError, match=message) if message else nullcontext():
+        start.start_ray(config, lambda: stopped)
+    cleaned = [] if address else ["end"]
+    failed = ["start", *cleaned] * len(errors)
+    assert done == (failed if message else [*failed, "start"]) and done.count("start") == starts

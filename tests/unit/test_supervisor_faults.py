@@ -265,3 +265,51 @@ def test_a_start_ends_the_ranks_of_supervisors_that_are_gone(
         f"app:{gone}",
         f"app:{gone}:beside:2",
     ]
+
+
+def test_a_server_that_starts_during_a_sweep_keeps_its_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two servers of a cluster start at the same time: the place of one came after the names that the other had."""
+    supervisor_id, removed = "a" * 32, []
+    names: list[dict[str, str]] = []
+    table: dict[str, dict[str, str]] = {}
+
+    def other_starts() -> None:
+        names.append({"namespace": "phalanx", "name": "supervisor:other"})
+        table["1"] = {"name": f"other:{supervisor_id}", "state": "CREATED"}
+
+    def list_names(**_: bool) -> list[dict[str, str]]:
+        found = names.copy()
+        other_starts()
+        return found
+
+    def list_places() -> dict[str, dict[str, str]]:
+        return table.copy()
+
+    handle = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: supervisor_id))
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: handle)
+    monkeypatch.setattr(ray.util, "list_named_actors", list_names)
+    monkeypatch.setattr(orphans, "placement_group_table", list_places)
+    monkeypatch.setattr(orphans.placement, "find", lambda name: name)
+    monkeypatch.setattr(orphans, "remove_placement_group", removed.append)
+    orphans.sweep()
+    assert table and not removed
+
+
+def test_a_supervisor_that_cannot_stop_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's GCS keeps its state, and may not answer; the name of the actor would refuse the next server."""
+    killed: list[bool] = []
+    monkeypatch.setattr(supervisor, "_kill_own_actor", lambda: killed.append(True))
+
+    async def unanswered() -> None:
+        raise ConnectionError("Ray's GCS does not answer")
+
+    async def scenario() -> None:
+        subject = OfFakes(phalanx_config())
+        monkeypatch.setattr(subject, "stop", unanswered)
+        with pytest.raises(ConnectionError):
+            await subject.exit()
+
+    run(scenario())
+    assert killed == [True]
