@@ -168,9 +168,8 @@ class RankStart:
         asked, self._asked = self._asked, None
         try:
             healths: list[GroupHealth] = ray.get(asked)
-        except (
-            ActorDiedError
-        ) as error:  # for good: it ends itself when this process was stopped for long
+        except ActorDiedError as error:
+            # For good: it ends itself when this process was stopped for long.
             raise ServerError(f"the supervisor has ended: {failure_message(error)}") from error
         return healths
 

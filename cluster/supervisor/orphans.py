@@ -23,9 +23,8 @@ def sweep() -> None:
 
     Such a rank ends itself within a minute, but a stopped rank does not, and the place of a dead rank stays reserved.
     """
-    places = (
-        placement_group_table().values()
-    )  # before the names: a server that starts now has its name first
+    # Before the names: a server that starts now has its name first.
+    places = placement_group_table().values()
     named = ray.util.list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in named if actor["namespace"] == NAMESPACE]
     living = {_actor_id(name) for name in names if name.startswith(SUPERVISOR)}
