@@ -49,10 +49,11 @@ class Readiness:
         ready, reason = backend.health()
         if not ready:
             raise EngineDeadError(reason or "the engine is not ready")
-        if not self._unproven(backend):
+        unproven = self._unproven(backend)
+        if not unproven:
             return
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(self._run(backend))
+            self._probe = asyncio.create_task(self._run(backend, unproven))
         reason = await asyncio.shield(self._probe)  # others wait for the same one
         if reason:
             raise EngineDeadError(reason)
@@ -65,15 +66,13 @@ class Readiness:
             if min(age, now - self._proven.get(rank, -float("inf"))) >= fresh_s
         ]
 
-    async def _run(self, backend: EngineBackend) -> str:
-        """Probe all unproven ranks at once; return the reason if a rank is not ready, else ""."""
+    async def _run(self, backend: EngineBackend, unproven: list[int]) -> str:
+        """Probe the unproven ranks at once; return the reason if a rank is not ready, else ""."""
         counting = asyncio.create_task(self._busy_steps(backend))
-        probes = {
-            rank: asyncio.create_task(self._one_answer(backend, rank))
-            for rank in self._unproven(backend)
-        }
+        probes = {rank: asyncio.create_task(self._one_answer(backend, rank)) for rank in unproven}
         part_s = self._settings.probe_timeout_s / 2
-        for _ in range(2):  # a pause of this process ends one part alone, and is no silence of ranks
+        # A pause of this process ends one part alone, and is no silence of ranks.
+        for _ in range(2):
             await asyncio.wait(probes.values(), timeout=part_s)
         silent = {rank for rank, probe in probes.items() if probe.cancel()}
         await asyncio.gather(*probes.values(), counting, return_exceptions=True)
