@@ -35,11 +35,12 @@ class Stager:
 
     def stage(self, layer: int, slots: tuple[int, ...], waiting):
         assert len(waiting) < self.room
+        release = self.release  # before the behaviour: a later one may be that of another stall
         self.calls += 1
         if self.behaviour == "raise":
             raise OSError("the disk is gone")
         if self.behaviour == "stall":
-            self.release.wait(60)
+            release.wait(60)
         return layer, slots
 
     def commit(self, staged) -> None:
