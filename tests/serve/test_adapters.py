@@ -84,9 +84,9 @@ def operate(server: Server, route: str, **body: Any) -> httpx.Response:
 
 def listed(server: Server, *names: str) -> None:
     """Wait until every ingress lists the model and these adapters: connections reach one or the other."""
-    deadline, seen = time.monotonic() + 20, 0
+    deadline, seen = time.monotonic() + 60, 0
     while seen < 12:
-        cards = httpx.get(f"{server.url}/v1/models").json()["data"]
+        cards = server.get("/v1/models").json()["data"]
         found = {card["id"]: card["parent"] for card in cards}
         seen = seen + 1 if found == {"tiny": None} | dict.fromkeys(names, "tiny") else 0
         assert time.monotonic() < deadline, found
@@ -112,15 +112,17 @@ def test_adapters_come_and_go_and_outlive_failures(
 
         whole = tokens(server, "es", 400)
         assert whole[:NUM_TOKENS] == expected["es"]
+        server.wait_free()
         open_one = pool.submit(tokens, server, "es", 400)
-        time.sleep(0.3)
+        while not any(server.figures("num_requests_running")) and not open_one.done():
+            time.sleep(0.01)
         unloaded = operate(server, "unload", lora_name="es")
         assert unloaded.status_code == 200, unloaded.text
         listed(server, "fr", "de")
         server.ranks()[0].kill()
         assert open_one.result(120) == whole, "the request goes on with its adapter"
         server.wait_line("serving, epoch 1")  # the request may have ended before the rebuild
-        missing = httpx.post(f"{server.url}/v1/completions", json={"model": "es", "prompt": [1]})
+        missing = server.post("/v1/completions", json={"model": "es", "prompt": [1]})
         assert missing.status_code == 404 and "'de', 'fr'" in missing.text
 
         server.supervisor().kill()
