@@ -213,6 +213,11 @@ class CacheConfig(Section):
         "relative to the YAML's folder; null = none. It holds contents of prompts and answers.",
     )
     disk_gib: float = Field(16.0, gt=0, description="Most GiB of the files in disk_path.")
+    transfer: Literal["off", "nixl"] = Field(
+        "off",
+        description="How a decode group gets the KV of a prompt from a prefill group on another node: nixl = NIXL "
+        "(pip install nixl-cu12) reads it from that node's host memory into its own; off = it computes the prompt.",
+    )
     state_snapshots: Auto | Annotated[int, Field(ge=0)] = Field(
         "auto",
         description="Prefixes a rank keeps the states of linear attention of; 0 = no prefix caching there; auto = as "

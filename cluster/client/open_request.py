@@ -28,6 +28,7 @@ class OpenRequest:
     images   of its prompt, kept for further attempts
     session  name that the requests of one session share; "" without one
     hands_over  its end means that other ranks find its KV, see `EngineRequest`
+    kv_source   where its KV was handed over, see `EngineRequest`
     whole    `get` waits for the last output, because a wait for each output takes most of the time of an output
     load     counts the request at the rank that has it
     prefill_tokens  prompt tokens that count there until the first token
@@ -54,6 +55,7 @@ class OpenRequest:
     num_tokens: int
     whole: bool = False
     hands_over: bool = False
+    kv_source: str = ""
     pooling: PoolingParams | None = None
     adapter: int = 0
     images: tuple[ImageInput, ...] = ()
@@ -118,7 +120,7 @@ class OpenRequest:
     def follow(self, part: "OpenRequest") -> None:
         """Go on behind the outputs of the prompt part, in a group that has not seen this request."""
         self.attempt = part.attempt  # a group that computes both sees two ids
-        self.emitted = part.emitted
+        self.emitted, self.kv_source = part.emitted, part.kv_source
 
     def begin_attempt(self) -> None:
         """Count an attempt; `load` is that of the attempt before."""
@@ -140,6 +142,7 @@ class OpenRequest:
             emitted_token_ids=self.emitted[:],
             on_trial=self.on_trial,
             hands_over=self.hands_over,
+            kv_source=self.kv_source,
         )
 
     def put(self, output: RequestOutput) -> None:
@@ -155,6 +158,7 @@ class OpenRequest:
                 # The first output of this attempt repeats what came with the first output of the request.
                 output = replace(output, prompt_logprobs=None, num_cached_tokens=0)
         self.emitted.extend(output.token_ids)
+        self.kv_source = output.kv_source or self.kv_source
         self.finished = output.finish_reason is not None
         self._outputs.append(output)
         if self._waiter is None or self._waiter.done() or (self.whole and not self.finished):

@@ -9,7 +9,8 @@ from cluster.config.phalanx_config import PhalanxConfig
 from workers.config import CacheConfig
 
 SCALE = ("cluster.ranks",)
-OF_NODES = ("host_memory_gib", "disk_path", "disk_gib")  # the memory and the files outlive ranks
+# The memory and the files of a node outlive its ranks.
+OF_NODES = ("host_memory_gib", "disk_path", "disk_gib", "transfer")
 # What new rank processes read; everything else is read by the ingresses or the supervisor, which go on. A change
 # comes over HTTP, so no setting is among them that names a path or code, or chooses the weights.
 RESTART = (

@@ -52,12 +52,12 @@ def _check_roles(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[P
             "the roles prefill and decode are for models that generate; expected the role generate",
             ("model.path", "model.task"),
         )
-    if config.cluster.nodes > 1:
+    if config.cluster.nodes > 1 and config.cache.transfer == "off":
         yield Problem(
             "cluster.nodes",
             f"{config.cluster.nodes}, but prefill and decode groups of pool hand KV over in the memory of one node; "
-            "expected 1, or groups of the role generate",
-            ("pool",),
+            "expected 1, cache.transfer: nixl, or groups of the role generate",
+            ("pool", "cache.transfer"),
         )
     if not config.cache.host_memory_gib:
         yield Problem(

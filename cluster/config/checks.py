@@ -52,6 +52,9 @@ def _check_host_memory(config: PhalanxConfig) -> Iterator[Problem]:
     if cache.host_memory_gib and not cache.prefix_caching:
         message = "needs cache.prefix_caching, which is false: KV is found by its prefix"
         yield Problem("cache.host_memory_gib", message, ("cache.prefix_caching",))
+    if cache.transfer != "off" and not cache.host_memory_gib:
+        message = f"{cache.transfer} needs cache.host_memory_gib, which is 0: it moves KV between host memories"
+        yield Problem("cache.transfer", message, ("cache.host_memory_gib",))
 
 
 def _check_cluster(config: PhalanxConfig) -> Iterator[Problem]:

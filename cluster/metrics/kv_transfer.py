@@ -20,6 +20,12 @@ COUNTERS = {
         "Loads that brought less than was to be found; the rest is computed.",
     ),
     "kv_load_seconds": ("kv_load_seconds", "Time that requests waited for loads of KV, in all."),
+    "kv_nixl_fetches": (
+        "kv_fetches",
+        "Fetches of the KV of a prompt from another node, each for one request that waited for it.",
+    ),
+    "kv_nixl_seconds": ("kv_fetch_seconds", "Time that requests waited for these fetches, in all."),
+    "kv_nixl_bytes": ("kv_fetched_bytes", "Bytes of KV that came from other nodes."),
     "kv_host_evicted": ("kv_host_evicted", "Contents that left the host memory of a rank's node."),
 }
 GAUGES = {
@@ -52,12 +58,18 @@ BY_LABEL: dict[str, tuple[str, str, Mapping[str, str]]] = {
     ),
     "kv_failures": (
         "Contents of KV that could not be used or kept, and were computed again: gone before the load, damaged, of "
-        "another version (stale), a store that was lost, errors of files, files skipped because too many waited.",
+        "another version (stale), a store that was lost, errors of files, files skipped because too many waited. Of "
+        "fetches from other nodes: not held there, of another form (refused), too late, the other node or this "
+        "node's process lost.",
         "kind",
         {
             "gone": "kv_host_missed",
             "damaged": "kv_host_damaged",
             "store_lost": "kv_host_lost",
+            **{
+                f"fetch_{kind}": f"kv_nixl_{kind}"
+                for kind in ("missed", "damaged", "refused", "late", "source_lost", "lost")
+            },
             **{
                 f"file_{kind}": f"kv_host_disk_{kind}"
                 for kind in ("missing", "damaged", "stale", "errors", "skipped")

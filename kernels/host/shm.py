@@ -262,9 +262,8 @@ class SharedMemoryGroup:
                 os.sched_yield()
             else:
                 time.sleep(5e-5 if waited < 0.05 else 5e-4)
-            now = (
-                time.monotonic()
-            )  # before the words are read: the process may be stopped at any time
+            # Before the words are read, because the process may be stopped at any time.
+            now = time.monotonic()
         add_wait(idle_s + min(time.monotonic() - polled, LATE_POLL_S))
 
     def _check_alive(

@@ -31,7 +31,7 @@ from tests.claims import ROOT, row
 from tests.published_configs import PUBLISHED
 from workers.engine import datagram_vote
 from workers.kv_cache import transfers
-from workers.kv_transfer import keeper, row_copies
+from workers.kv_transfer import keeper, kv_pull, row_copies
 from workers.models.registry import parse_model_config
 from workers.overlap import policy
 from workers.rank import actor, expert_staging
@@ -107,6 +107,13 @@ def kv_cache() -> Iterator[str]:
     yield f"two buffers of {row_copies.BUFFER_BYTES >> 20} MiB, or of the size of a state"
     assert transfers.HELD_SHARE == 4
     yield "Up to a quarter of the KV blocks are held while they are copied"
+    limits = kv_pull.FetchLimits()
+    assert 8 < limits.wait_s <= 9
+    yield "A request waits at most 9 s"
+    yield f"up to {limits.answer_s:g} s for the source's answer"
+    yield f"no new part of {kv_pull.PART_BYTES >> 20} MiB after {limits.fetch_s:g} s"
+    yield f"and {limits.part_s:g} s for each part"
+    yield f"The lease ends with the fetch, or {limits.lease_s:g} s after the reader's"
 
 
 def backends() -> Iterator[str]:

@@ -5,7 +5,6 @@ The test plans the moves and hands them to the ranks; a step of every rank may t
 
 import os
 import random
-import signal
 import subprocess
 import time
 from itertools import pairwise
@@ -112,9 +111,9 @@ def stopped_rank(rank: int, *args: Any) -> Any:
         staged = stage(self, layer, slots, waiting)
         calls.append(layer)
         if rank == 1 and len(calls) == LAYERS + 2:
-            goes_on = f"sleep 1; kill -CONT {os.getpid()}"
-            subprocess.Popen(["sh", "-c", goes_on], start_new_session=True)
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # One process sends both signals, so that this one cannot be stopped after it was continued.
+            signals = "kill -STOP $0; sleep 1; kill -CONT $0"
+            subprocess.run(["sh", "-c", signals, str(os.getpid())], check=True)
         return staged
 
     ExpertStager.stage = stopping  # type: ignore[method-assign]

@@ -55,8 +55,10 @@ class Side:
 
 
 @contextmanager
-def sides(checkpoint: Path, count: int, **cache: object) -> Iterator[list[Side]]:
-    """Engines of one rank each, which share the memory of their node if there is some."""
+def sides(
+    checkpoint: Path, count: int, *, apart: bool = False, **cache: object
+) -> Iterator[list[Side]]:
+    """Engines of one rank each, which share the memory of their node if there is some. `apart`: each has its own."""
     config = rank_config(
         checkpoint, 1, model={"max_model_len": 320}, cache={"block_size": BLOCK, **cache}
     )
@@ -66,7 +68,8 @@ def sides(checkpoint: Path, count: int, **cache: object) -> Iterator[list[Side]]
             process = RankProcess(0, config)
             stack.callback(process.close)
             name = f"{checkpoint}-{number}"
-            epoch = Epoch(process, Rendezvous("", 0, name, store=str(checkpoint)), 30)
+            store = name if apart else str(checkpoint)
+            epoch = Epoch(process, Rendezvous("127.0.0.1", 0, name, store=store), 30)
             epoch.load()
             made.append(Side(epoch))
             assert process.kv_places.wait_ready(WAIT_S)

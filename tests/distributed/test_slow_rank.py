@@ -17,7 +17,8 @@ from tests.distributed.engine_harness import (
 )
 from tests.distributed.reference import write_checkpoint
 
-SLOW_S = 0.03  # of each layer with experts
+# Of each layer with experts: far more than a rank computes where others share its cores.
+SLOW_S = 0.1
 
 
 def run_slowly(rank: int, *args: Any) -> RankResult:
@@ -38,11 +39,11 @@ def run_slowly(rank: int, *args: Any) -> RankResult:
 def test_the_rank_that_does_not_wait_is_slow(rank_pool, tmp_path, all2all):
     checkpoint = write_checkpoint(tmp_path / "model")
     config = rank_config(checkpoint, 2, kernels={"all2all": all2all})
-    requests = [make_request(name, [1, 2, 3], max_tokens=6) for name in ("a", "b")]
+    requests = [make_request(name, [1, 2, 3], max_tokens=4) for name in ("a", "b")]
     events = [Event(0, rank, request) for rank, request in enumerate(requests)]
     results = run_engines(rank_pool, config, events, function=run_slowly)
     works = [result.work for result in results]
-    assert works[0].steps == works[1].steps > 5
+    assert works[0].steps == works[1].steps > 3
     assert slowdowns(works)[1] > 3, works
     assert works[1].own_s > MIN_OWN_SHARE * works[1].total_s
     assert works[0].own_s < MIN_OWN_SHARE * works[0].total_s, works

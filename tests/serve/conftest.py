@@ -25,6 +25,7 @@ def server(tmp_path_factory, checkpoint) -> Iterator[Server]:
     sections = {
         "model": {"max_model_len": 2048},
         "cache": {"num_blocks": BLOCKS},
+        "cluster": {"hang_timeout_s": 60},  # the test of the drain stops the ranks for a while
         "serve": {
             "replicas": 2,
             "log_format": "json",

@@ -20,9 +20,8 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 150
-JOINING = {
-    "RAY_AUTH_MODE": "token"
-}  # which `ray.init` chooses by itself only where it starts a Ray
+# Which `ray.init` chooses by itself only where it starts a Ray.
+JOINING = {"RAY_AUTH_MODE": "token"}
 OPERATOR_KEY = "operator-of-the-tests"
 SECRETS = {
     "HF_TOKEN": "hf_secret-of-the-tests",
@@ -32,6 +31,7 @@ SECRETS = {
 ACTORS = ("RankActor", "ServeReplica", "SupervisorActor")
 GCS_ADDRESS = re.compile(r"raylet .*--gcs-address=(\S+)")
 SESSION_FOLDER = re.compile(r"raylet .*--raylet_socket_name=(\S+)/sockets/raylet")
+AGAIN = "found 2 ranks again"
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 ANSWER_S = 60.0  # httpx gives up after 5 s, for which a busy machine may stop a process
 FREE_STEPS = 1000  # a request of a client that has left would run for 1,200 or more
@@ -44,6 +44,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self._joins = joins
+        self._again = 0  # times that the output has told that a supervisor has found the ranks
         self._others = joins.actors() if joins else []
         command = [sys.executable, "-m", "cluster.cli", "serve", str(config)]
         environment = os.environ | SECRETS | (JOINING if joins else {})
@@ -86,6 +87,27 @@ class Server:
         """The process of the supervisor."""
         (found,) = self.actors("SupervisorActor")
         return found
+
+    def kill_supervisor(self) -> psutil.Process:
+        """End the process of the supervisor and return it; `wait_successor` follows."""
+        self._again = self.log.read_text().count(AGAIN)
+        supervisor = self.supervisor()
+        supervisor.kill()
+        return supervisor
+
+    def wait_successor(self, supervisor: psutil.Process) -> None:
+        """Until another supervisor has found the ranks.
+
+        Ray may print such a line of another server in the same Ray here too.
+        """
+        deadline = time.monotonic() + 60
+        while True:
+            printed = self.log.read_text()
+            others = [it for it in self.actors("SupervisorActor") if it != supervisor]
+            if others and printed.count(AGAIN) > self._again:
+                return
+            assert self.process.poll() is None and time.monotonic() < deadline, printed
+            time.sleep(0.05)
 
     def spares(self) -> list[psutil.Process]:
         """The processes that Ray has started for a later rank: they have imported torch and have no actor."""

@@ -60,10 +60,10 @@ def test_streams_outlive_the_ends_of_processes(server):
     whole = Stream(server, 490)
     whole.join(60)
     spares = wait_for_spares(server)
-    supervisor, (stays, ends) = server.supervisor(), server.ranks()
-    supervisor.kill()
+    stays, ends = server.ranks()
+    supervisor = server.kill_supervisor()
     before = Stream(server, 490)
-    server.wait_line("found 2 ranks again")
+    server.wait_successor(supervisor)
     before.join(60)
     assert before.text() == whole.text() and set(server.ranks()) == {stays, ends}
     assert server.supervisor() != supervisor and server.spares() == spares
@@ -109,9 +109,9 @@ def test_streams_outlive_many_ends_of_processes_and_deaths_in_a_row_end_the_serv
         whole = Stream(server, 490)
         whole.join(60)
         ranks = server.ranks()
-        server.supervisor().kill()
+        supervisor = server.kill_supervisor()
         before = Stream(server, 490)
-        server.wait_line("found 2 ranks again")
+        server.wait_successor(supervisor)
         before.join(60)
         assert before.text() == whole.text() and server.ranks() == ranks
         _stop_a_rank_of_an_idle_group(server)

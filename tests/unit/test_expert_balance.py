@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cluster.supervisor import group as group_module
 from cluster.supervisor.expert_balance import MIN_ROWS, ExpertBalance
 from kernels.routing.expert_map import ContiguousMap
 from tests.unit.ray_fakes import FakeHandle, fake_group, rank_config, until
@@ -122,7 +123,7 @@ def test_a_load_that_no_plan_makes_more_even_is_planned_once(monkeypatch):
             rank.rows = (9000.0, 10.0, 10.0, 10.0), (750.0,) * 4
         for step in range(96, 96 + 16 * 10, 16):
             ranks[0].step = ranks[1].step = step
-            await asyncio.sleep(0.01)
+            await until(lambda step=step: balance._seen == step)
         assert not ranks[0].moves and len(plans) == 1
         for rank in ranks:
             rank.rows = (9000.0, 900.0, 900.0, 900.0), (10.0,) * 4
@@ -170,7 +171,10 @@ def test_a_rank_that_is_gone_ends_the_balancing_of_the_epoch():
     balanced(scenario)
 
 
-def test_a_group_gives_its_map_to_the_next_epoch_and_ends_the_moves_first():
+def test_a_group_gives_its_map_to_the_next_epoch_and_ends_the_moves_first(monkeypatch):
+    # The fakes' loops do not end by a stop.
+    monkeypatch.setattr(group_module, "STOP_TIMEOUT_S", 0.02)
+
     async def scenario() -> None:
         group, ranks, _ = fake_group(rebuild_attempts=1)
         task = asyncio.create_task(group.run())

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from workers.engine import expert_moves
 from workers.engine.expert_moves import MAX_PAUSE_S, ExpertMoves
 from workers.specs.expert_layout import ExpertLayout, ExpertMove, LayerLayout
 from workers.step.step_sync import PlanConfig, StepPlan, Vote, decide
@@ -35,8 +36,8 @@ class Stager:
 
     def stage(self, layer: int, slots: tuple[int, ...], waiting):
         assert len(waiting) < self.room
-        release = self.release  # before the behaviour: a later one may be that of another stall
         self.calls += 1
+        release = self.release  # before the behaviour, because a test sets it after the behaviour
         if self.behaviour == "raise":
             raise OSError("the disk is gone")
         if self.behaviour == "stall":
@@ -196,6 +197,23 @@ def test_a_move_after_a_stager_that_still_runs_is_cancelled(ranks):
     assert [it.cancelled for it in ranks.moves] == [2, 2, 2]
 
 
+def test_a_thread_that_has_staged_its_last_layer_may_end_late(ranks, monkeypatch):
+    """It writes to no memory any more, so it does not cancel the next move."""
+    ends, start = threading.Event(), expert_moves.start_thread
+
+    def start_late_end(work, failed, name):
+        return start(lambda: (work(), ends.wait(60)), failed, name)
+
+    monkeypatch.setattr(expert_moves, "start_thread", start_late_end)
+    for number, slots in ((1, (1, 0)), (2, (0, 1))):
+        ranks.begin(number, slots)
+        for _ in range(LAYERS):
+            ranks.staged()
+            ranks.step()
+    assert [(it.completed, it.cancelled) for it in ranks.moves] == [(2, 0)] * 3
+    ends.set()
+
+
 def test_a_move_that_comes_after_its_cancel_is_ignored(ranks):
     ranks.begin(3, (1, 0), ranks=[0, 1])
     while not (plan := ranks.step(seconds=0.5)).move_cancelled:
@@ -229,8 +247,10 @@ def test_random_steps_with_stalls_errors_and_late_returns(steps):
         if not any(moves.number for moves in ranks.moves) and draw.random() < 0.3:
             number += 1
             ranks.begin(number, draw.choice([(1, 0), (0, 1)]))
-        if draw.random() < 0.5:  # else the steps go on while stagers work
-            ranks.staged([n for n, it in enumerate(ranks.stagers) if it.behaviour == "stage"])
+        good = [n for n, it in enumerate(ranks.stagers) if it.behaviour == "stage"]
+        # Else the steps go on while stagers work. Threads that start late cancel no move that all could complete.
+        if draw.random() < 0.5 or len(good) == len(ranks.stagers):
+            ranks.staged(good)
         ranks.step(seconds=draw.choice([0.01, 0.9]))
     cancelled, completed = ranks.moves[0].cancelled, ranks.moves[0].completed
     assert cancelled > 1 and completed > 1, (cancelled, completed)

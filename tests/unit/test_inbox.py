@@ -61,6 +61,7 @@ def request(name: str, **params) -> EngineRequest:
         params=SamplingParams(max_tokens=5, **params),
         priority=-2,
         cache_salt="half a character: \ud800",
+        kv_source="tcp://10.0.0.1:77 key",
     )
 
 

@@ -33,6 +33,7 @@ ALLOWED = {
         "kernels/linear_attention/flashinfer_delta.py",
     ),
     "triton": ("kernels/triton",),
+    "nixl_cu12": ("workers/kv_transfer/nixl_memory.py",),
 }
 # The folders and files from the lowest level up, one level a folder, so that a circle between folders fails. A unit
 # imports from lower levels and from its own. The longest prefix of a path decides its unit.
@@ -106,7 +107,7 @@ ORDER = {
     ),
 }
 # Imported when the backend is built, never when its module is.
-LATE = ("deep_ep", "deep_gemm", "flashinfer")
+LATE = ("deep_ep", "deep_gemm", "flashinfer", "nixl_cu12")
 
 SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 

@@ -68,9 +68,10 @@ def test_the_first_token_comes_before_the_hand_over_and_the_decode_group_after_i
             await rank.emit("x", 0, 1)
             await until(lambda: now.answers["x"] == [100])
             assert not any(rank.requests for rank in now.ranks_of(DECODE))
-            await rank.send(RequestOutput("x", [], "length"))
+            await rank.send(RequestOutput("x", [], "length", kv_source="tcp://p key"))
             rank, rest = await holder(now, DECODE, "x~2")
             assert rest.emitted_token_ids == [100]
+            assert rest.kv_source == "tcp://p key", "where the decode rank finds the KV"
             await rank.emit("x~2", 1, 1, finish=True)
             await asked
             assert now.answers["x"] == [100, 101]
@@ -89,6 +90,7 @@ def test_a_prefill_group_that_ends_in_the_middle_of_a_hand_over() -> None:
             await now.kill(1, PREFILL)
             rank, rest = await holder(now, DECODE, "x~2")
             assert rest.emitted_token_ids == [100], "no token is drawn twice"
+            assert not rest.kv_source, "nothing was handed over"
             await rank.emit("x~2", 1, 1, finish=True)
             await asked
             assert now.answers["x"] == [100, 101] and places == ["decode after a failed prefill"]

@@ -76,6 +76,7 @@ def test_every_field_survives():
         output("c", 7, logprobs=[TokenLogprobs(-0.5, 1, [7, 8], [-0.5, -float("inf")])]),
         output("d", prompt_logprobs=[None, TokenLogprobs(-1.0, 3, [], [])], num_cached_tokens=16),
         output("e", 5, finish_reason="length", times=RequestTimes(0.5, 0.25, 2.0)),
+        output("f", finish_reason="length", kv_source="tcp://10.0.0.1:77 key"),
     ]
 
     async def run() -> list[RequestOutput]:

@@ -52,8 +52,9 @@ class AdapterStore:
         return partial(self._stage, adapter)
 
     def _stage(self, adapter: LoadedAdapter) -> str:
-        if adapter.id in self._staged:
-            return self._digests[adapter.id]
+        digest = self._digests.get(adapter.id)
+        if digest is not None:  # `drop` may come at any time
+            return digest
         hub.fetch_adapter(adapter.path, adapter.revision)
         folder = PeftFolder.read(adapter.folder)
         staged = self.pools.stage(folder)

@@ -380,10 +380,9 @@ class Engine:
         """Whether a sleeping rank has a reason to vote, such as a sequence that has waited for KV."""
         with self._carried():
             transfers, begun = self.scheduler.cache.transfers, -1
+            # Transfers that `settle` begins may end at once, which wakes nothing.
             while begun < (begun := 0 if transfers is None else transfers.num_begun):
-                self.scheduler.settle(
-                    idle=True
-                )  # what it begins may end at once, which wakes nothing
+                self.scheduler.settle(idle=True)
                 self._outbox.send_held()
             if transfers is not None:
                 self.stats.record_idle(self.scheduler)  # a save that ends gives its blocks back

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 STALL_S = 20.0
 """Seconds of steps without progress after which a rank votes to cancel a move. A layer takes milliseconds."""
 MAX_PAUSE_S = 1.0  # between two votes counts as stepping; longer, the group has slept
-JOIN_S, CLOSE_S = 0.02, 5.0  # for the thread of a move that has ended
+LEAVE_S, CLOSE_S = 0.02, 5.0  # for the stager of a move that has ended
 
 
 class Stager(Protocol):
@@ -65,6 +65,7 @@ class ExpertMoves:
         self._staged: deque[Any] = deque()  # what to commit, of the layers from `_next` on
         self._next = 0  # layers committed
         self._error, self._started = "", True
+        self._staging = False  # a thread may write to the spare memory, also one of an earlier move
         self._ended = 0  # the last move that has ended here
         self._waited_s = self._voted_at = 0.0
 
@@ -93,17 +94,16 @@ class ExpertMoves:
         Raises ValueError while another move runs.
         """
         assert move.layers and move.number > 0 and self._stager is not None
-        before = self._thread
-        if before is not None and self._move is None:
-            before.join(JOIN_S)
         with self._changed:
+            if self._move is None:
+                self._changed.wait_for(lambda: not self._staging, LEAVE_S)
             if move.number <= self._ended:
                 return
             if self._move is not None:
                 raise ValueError(f"move {self._move.number} of experts runs")
             self._move, self._staged, self._next, self._error = move, deque(), 0, ""
             self._waited_s, self._started = 0.0, False
-            if before is not None and before.is_alive():
+            if self._staging:
                 self._error = "the stager of a move that was cancelled still runs"
 
     def vote(self) -> dict[str, int]:
@@ -188,19 +188,33 @@ class ExpertMoves:
             waiting = self._room(move, layer, slots)
             if waiting is None:
                 return
-            staged = self._stager.stage(layer, slots, waiting)
+            try:
+                staged = self._stager.stage(layer, slots, waiting)
+            finally:
+                self._leave()
             with self._changed:
                 if self._move is not move:
                     return
                 self._staged.append(staged)
 
     def _room(self, move: ExpertMove, layer: int, slots: tuple[int, ...]) -> tuple[Any, ...] | None:
-        """Wait until a layer has room beside those that wait for their commit; None: the move has ended."""
+        """Wait until a layer has room beside those that wait for their commit; None: the move has ended.
+
+        Its memory is in use until `_leave`.
+        """
         assert self._stager is not None
         with self._changed:
             while self._move is move and not self._stager.fits(layer, slots, self._staged):
                 self._changed.wait()
-            return tuple(self._staged) if self._move is move else None
+            if self._move is not move:
+                return None
+            self._staging = True
+            return tuple(self._staged)
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._staging = False
+            self._changed.notify_all()
 
     def _fail(self, move: ExpertMove, error: BaseException) -> None:
         with self._changed:
@@ -209,10 +223,10 @@ class ExpertMoves:
                 logger.warning("experts cannot be staged", exc_info=error)
 
     def close(self) -> bool:
-        """End the move that runs; return whether its thread has ended, and so writes to no memory any more."""
+        """End the move that runs; return whether its thread writes to no memory any more."""
         with self._changed:
             self._move, self._staged = None, deque()
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
-        return self._thread is None or not self._thread.is_alive()
+        return not self._staging

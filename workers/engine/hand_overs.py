@@ -53,7 +53,7 @@ class HandOvers:
         self._cache.save_all()
         names = self._cache.names_on_way
         if not names:
-            return output
+            return replace(output, kv_source=self._cache.kv_source)
         last = replace(output, token_ids=[], logprobs=None, prompt_logprobs=None, drafts=None)
         last.num_cached_tokens = 0
         self._held.append(_HandOver(request, last, names, time.monotonic() + HOLD_S))
@@ -71,7 +71,7 @@ class HandOvers:
                 self._held.append(it)
             elif self._open_requests.is_open(it.request):
                 ingress_id = self._open_requests.remove(it.last.request_id)
-                self._publish(ingress_id, [it.last])
+                self._publish(ingress_id, [replace(it.last, kv_source=self._cache.kv_source)])
 
     @property
     def left_s(self) -> float | None:

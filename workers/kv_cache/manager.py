@@ -154,6 +154,11 @@ class KVCacheManager:
         """Names of contents that are on their way to another place than the device."""
         return set() if self.transfers is None else self.transfers.names_on_way
 
+    @property
+    def kv_source(self) -> str:
+        """Where other nodes find what was saved; "": nowhere."""
+        return "" if self.transfers is None else self.transfers.source
+
     def save_all(self) -> None:
         """Begin to save whatever waits to be saved."""
         if self.transfers is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from workers.kv_cache.group import CacheGroup, Filled
-from workers.kv_transfer.connector import Item, KVConnector, Transfer
+from workers.kv_transfer.connector import NOWHERE, Item, KVConnector, KVFetcher, Transfer
 from workers.step.sequence import Sequence
 
 if TYPE_CHECKING:  # which imports torch
@@ -28,11 +28,17 @@ HELD_SHARE = 4
 
 
 class Load(NamedTuple):
-    """A load, with the sequence that waits for it and the places that it holds by their groups."""
+    """A load, with the sequence that waits for it and the places that it holds by their groups.
+
+    A fetch from another node holds no places; the sequence looks again when it has ended.
+
+    keys   of the blocks that come
+    """
 
     seq: Sequence
     held: list[tuple[CacheGroup, int]]
     coming: list[tuple[CacheGroup, Item]]
+    keys: list[bytes]
 
 
 @dataclass
@@ -55,6 +61,7 @@ class BlockTransfers:
 
     groups      of the KVCacheManager
     connectors  bound here, until `close`
+    fetcher     brings contents from other nodes to where a connector finds them; bound here; None: nothing does
     num_ended   transfers that have ended
     """
 
@@ -66,9 +73,11 @@ class BlockTransfers:
         connectors: Places[KVConnector],
         contents: "CacheContents",
         *,
+        fetcher: KVFetcher | None = None,
         min_gain: int = MIN_GAIN,
     ):
-        self._groups, self._block_size, self._min_gain = groups, block_size, min_gain
+        self._groups, self._block_size = groups, block_size
+        self._min_gain, self._fetcher = max(1, -(-min_gain // block_size)), fetcher  # in blocks
         self._connectors, self._row_bytes = connectors, max(1, contents.blocks.row_bytes)
         self._num_launched = self._num_committed = 0
         self._filled: deque[tuple[int, Filled]] = deque()  # by the launch that fills them
@@ -84,6 +93,13 @@ class BlockTransfers:
         self.counts = TransferCounts()
         for connector in connectors:
             connector.bind(contents)
+        if fetcher is not None:
+            fetcher.bind(contents)
+
+    @property
+    def source(self) -> str:
+        """Where other nodes find what was saved; "": nowhere."""
+        return "" if self._fetcher is None else self._fetcher.source
 
     @property
     def num_waiting(self) -> int:
@@ -114,10 +130,12 @@ class BlockTransfers:
 
         keys   of all blocks behind which `seq` may start. While it has no row, a sequence tries once.
         """
+        if self._begin_fetch(seq, keys, num_found):
+            return True
         if seq.load_tried > seq.num_preemptions:
             return False
         seq.load_tried = seq.num_preemptions + 1
-        best, chosen = num_found + max(1, -(-self._min_gain // self._block_size)) - 1, None
+        best, chosen = num_found + self._min_gain - 1, None
         for connector in self._connectors:
             count = self._count(keys, connector.found(seq.request, keys))
             if count > best:
@@ -130,8 +148,32 @@ class BlockTransfers:
         items = [item for _, item in load.coming]
         transfer = Transfer(items, seq.request, private=bool(seq.request.adapter))
         self._loads[transfer] = load
-        self._coming.update(item.key for item in items)
+        self._coming.update(load.keys)
         chosen.load(transfer)
+        return True
+
+    def _begin_fetch(self, seq: Sequence, keys: list[bytes], num_found: int) -> bool:
+        """Bring what this node lacks of `keys` from the node that computed them; return False if nothing can come.
+
+        A sequence tries once.
+        """
+        if self._fetcher is None or not seq.request.kv_source or seq.fetch_tried:
+            return False
+        here = [self._count(keys, it.found(seq.request, keys)) for it in self._connectors]
+        if len(keys) < max((num_found, *here)) + self._min_gain:
+            return False
+        seq.fetch_tried = True
+        items = [
+            Item(keys[n], group.suffix, group.is_state, NOWHERE, keys[n - 1] if n else b"", n)
+            for group in self._groups
+            # The other node may hold an earlier state than the one at the end.
+            for n in (range(len(keys)) if group.is_state else group.needed(len(keys)))
+            if n >= num_found
+        ]
+        transfer = Transfer(items, seq.request, private=bool(seq.request.adapter))
+        self._loads[transfer] = Load(seq, [], [], keys[num_found:])
+        self._coming.update(keys[num_found:])
+        self._fetcher.fetch(transfer)
         return True
 
     def _count(self, keys: list[bytes], found: Container[bytes]) -> int:
@@ -145,7 +187,7 @@ class BlockTransfers:
 
     def _take_places(self, seq: Sequence, keys: list[bytes]) -> Load | None:
         """Hold what the device has of a prefix, and take places for the rest; None: there is no room."""
-        load = Load(seq, [], [])
+        load = Load(seq, [], [], [])
         for group in self._groups:
             for number in group.needed(len(keys)):
                 key = keys[number]
@@ -159,13 +201,14 @@ class BlockTransfers:
                 parent = keys[number - 1] if number else b""
                 item = Item(key, group.suffix, group.is_state, place, parent, number)
                 load.coming.append((group, item))
+                load.keys.append(key)
         return load
 
     def settle(self) -> list[Sequence]:
         """Enter the transfers that have ended; return the sequences that wait no more, in no order."""
         ready: list[Sequence] = []
-        for connector in self._connectors:
-            for transfer in connector.ended():
+        for place in self._places():
+            for transfer in place.ended():
                 ready += self._end(transfer)
         return [seq for seq in ready if not seq.finished]
 
@@ -179,8 +222,9 @@ class BlockTransfers:
             if item.name in transfer.done:
                 group.enter(item.key, item.place)
         self._let_go(load.held)
-        self._coming.difference_update(item.key for _, item in load.coming)
-        self._note(transfer, load)
+        self._coming.difference_update(load.keys)
+        if load.coming:
+            self._note(transfer, load)
         parked, self._parked = self._parked, []
         return [load.seq, *parked]
 
@@ -268,6 +312,9 @@ class BlockTransfers:
         self._let_go(held)
         return True
 
+    def _places(self) -> list[KVConnector | KVFetcher]:
+        return [*self._connectors, *([] if self._fetcher is None else [self._fetcher])]
+
     def forget(self, keys: Iterable[bytes]) -> None:
         """Let no place provide the contents of `keys` from now on, nor a load that is under way."""
         keys = list(keys)
@@ -297,13 +344,13 @@ class BlockTransfers:
             "kv_load_seconds": counts.seconds,
         }
         found |= {f"kv_restored_{place}": count for place, count in counts.restored.items()}
-        for connector in self._connectors:
-            found |= {f"kv_{connector.place}_{k}": v for k, v in connector.counts().items()}
+        for place in self._places():
+            found |= {f"kv_{place.place}_{k}": v for k, v in place.counts().items()}
         return found
 
     def close(self) -> None:
         """End all transfers. Sequences that wait for one are left."""
-        for connector in self._connectors:
-            connector.unbind()
+        for place in self._places():
+            place.unbind()
         self.settle()
         assert not self._loads and not self._saves, "a connector has not ended its transfers"

@@ -125,3 +125,52 @@ class KVConnector(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything; `unbind` came before."""
+
+
+NOWHERE = -1
+"""Place of an item that is brought to the memory of the node, and not to the device."""
+
+
+class KVFetcher(ABC):
+    """Brings contents from the memory of another node to the memory of this node, where a KVConnector finds them.
+
+    The thread of the step loop calls every method, and none but `close` waits. A fetch that fails brings less, and is
+    counted and logged by the fetcher.
+
+    place      the fetcher's name in metrics
+    on_ended   called from any thread when `ended` has something to return
+    source     where the fetchers of other nodes find what this node holds; "": nowhere for now
+    """
+
+    place: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.on_ended: Callable[[], None] = lambda: None
+        self.source = ""
+
+    @abstractmethod
+    def bind(self, contents: "CacheContents") -> None:
+        """Fetch contents of the form of these caches from now on. Their connectors were bound before."""
+
+    @abstractmethod
+    def unbind(self) -> None:
+        """End all fetches."""
+
+    @abstractmethod
+    def fetch(self, transfer: Transfer) -> None:
+        """Begin to bring those of the items that the source of the transfer's request holds, in rising number.
+
+        Of states the last one counts.
+        """
+
+    @abstractmethod
+    def ended(self) -> list[Transfer]:
+        """Return the transfers that have ended since the last call. What is `done` is in the memory of the node."""
+
+    @abstractmethod
+    def counts(self) -> dict[str, float]:
+        """Return counters by name."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; `unbind` came before."""

@@ -18,11 +18,9 @@ import torch
 
 from kernels.interface.kv_layout import KVGroup
 from kernels.linear_attention.base import LinearStates
+from workers.kv_transfer.row_checks import CHECK_WORDS, ODD
 
 ROW_ALIGN = 64  # bytes; a whole number of words, and of lines of a processor's cache
-CHECK_WORDS = 2**20
-"""Words of a row that are checked at once, so that temporary memory is bounded."""
-_ODD = 0x1E3779B97F4A7C15  # 2^61 divided by the golden ratio, odd
 _FORMAT = 1  # of rows and check values; another one makes kept rows useless
 
 
@@ -153,9 +151,9 @@ def check_values(rows_NB: torch.Tensor) -> torch.Tensor:
     Padding counts, so it must be equal when the row is checked: both sides keep it zero.
     """
     words_NW = rows_NB.view(torch.int64)
-    found_N = torch.full((len(words_NW),), _ODD, dtype=torch.int64, device=rows_NB.device)
+    found_N = torch.full((len(words_NW),), ODD, dtype=torch.int64, device=rows_NB.device)
     for start in range(0, words_NW.shape[1], CHECK_WORDS):
         part_NW = words_NW[:, start : start + CHECK_WORDS]
         place_W = torch.arange(start, start + part_NW.shape[1], device=rows_NB.device)
-        found_N += (part_NW * ((place_W * _ODD) | 1)).sum(1)
+        found_N += (part_NW * ((place_W * ODD) | 1)).sum(1)
     return found_N

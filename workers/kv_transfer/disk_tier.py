@@ -49,9 +49,8 @@ class DiskTier:
         self._used = self._queued = 0
         self._counts: Counter[str] = Counter()
         self.changes: deque[tuple[bytes, bool]] = deque()
-        self._waiting: dict[
-            bytes, list[bytes]
-        ] = {}  # contents that are written, without the forgotten ones
+        # Contents that are to be written, without the forgotten ones.
+        self._waiting: dict[bytes, list[bytes]] = {}
         self._writes: queue.SimpleQueue[tuple[bytes, bytes, list[bytes]] | None] = (
             queue.SimpleQueue()
         )

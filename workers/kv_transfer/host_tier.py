@@ -35,6 +35,11 @@ STATE_UNIT = 2**20
 """Bytes of a unit where no layer has KV blocks."""
 
 
+def unit_bytes_of(contents: CacheContents) -> int:
+    """Return the bytes of a unit of the memory, before and after `HostTier.bind`."""
+    return max(LEAST_UNIT, contents.blocks.row_bytes or STATE_UNIT)
+
+
 @dataclass(eq=False)
 class _Job:
     """A transfer in the queue of the thread."""
@@ -87,7 +92,7 @@ class HostTier(KVConnector):
         self._thread = start_thread(self._run, self._failed, "kv-host-tier")
 
     def bind(self, contents: CacheContents) -> None:
-        self._unit_bytes = max(LEAST_UNIT, contents.blocks.row_bytes or STATE_UNIT)
+        self._unit_bytes = unit_bytes_of(contents)
         for rows in (contents.blocks, contents.states):
             rows.pad_to(self._unit_bytes)
         with self._changed:
@@ -218,9 +223,8 @@ class HostTier(KVConnector):
             if not (self._loads or self._saves or self._closing or self._has_news):
                 self._changed.wait(RETRY_S if self._contents is None else COUNTS_S)
             job, forgotten = None, list[bytes]()
-            if (
-                self._client is not None
-            ):  # otherwise the next keeper, which may find files, has to forget them
+            # Without a keeper the names stay: the next one, which may find files, has to forget them.
+            if self._client is not None:
                 forgotten, self._forgotten = self._forgotten, forgotten
             if queue := self._loads or self._saves:
                 job, self._busy = queue.popleft(), True

@@ -112,9 +112,8 @@ class Keeper:
         """Answer one request of a rank; return whether the rank has left in order."""
         client = next((it for it in self._clients if it.connection is connection), None)
         if client is None:
-            return (
-                False  # a request of another rank that came together with this one has dropped it
-            )
+            # A request of another rank that came together with this one has dropped it.
+            return False
         try:
             kind, *arguments = connection.recv()
             handler: Callable[..., Any] = getattr(self, f"_on_{kind}")
@@ -175,6 +174,13 @@ class Keeper:
             self._hints.clear()
             self._open_disk(compatibility)
         return self._index.num_units
+
+    def _on_join(self, client: _Client, compatibility: bytes, unit_bytes: int) -> bool:
+        """Take the form of contents if the store has it, and return whether it has."""
+        joins = self._layout[:2] == (compatibility, unit_bytes)
+        if joins:
+            client.layout = self._layout
+        return joins
 
     def _open_disk(self, compatibility: bytes) -> None:
         config = self._config

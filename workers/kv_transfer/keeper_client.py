@@ -45,19 +45,22 @@ class KeeperClient:
 
     hints   the names that the store holds, perhaps
     memory  of the rows, shared with the keeper and the other ranks
+    keeper  number of the keeper's process, and the time of its start
     """
 
     def __init__(self, config: KeeperConfig):
-        whole, hint_bytes = self._attach(config)
+        where, whole = self._attach(config)
+        hint_bytes = where["hint_bytes"]
+        self.keeper: tuple[int, int] = where["pid"], where["started"]
         self.hints, self.memory = Hints(whole[:hint_bytes]), whole[hint_bytes:]
 
-    def _attach(self, config: KeeperConfig) -> tuple[memoryview, int]:
-        """Connect; return the memory, and the bytes of its hints. A keeper that ends meanwhile has a successor."""
+    def _attach(self, config: KeeperConfig) -> tuple[dict[str, Any], memoryview]:
+        """Connect; return where the memory is, and the memory. A keeper that ends meanwhile has a successor."""
         for left in reversed(range(ATTEMPTS)):
             self._connection = _connect(config)
             try:
                 where: dict[str, Any] = self._ask("attach")
-                return _map(where), where["hint_bytes"]
+                return where, _map(where)
             except OSError:
                 self._connection.close()
                 if not left:
@@ -70,6 +73,14 @@ class KeeperClient:
     def layout(self, compatibility: bytes, unit_bytes: int, window_blocks: int) -> int:
         """Agree on the form of contents; return the number of units in the memory."""
         return int(self._ask("layout", compatibility, unit_bytes, window_blocks))
+
+    def join(self, compatibility: bytes, unit_bytes: int) -> bool:
+        """Agree on the form of contents if the store has it; return whether it has."""
+        return bool(self._ask("join", compatibility, unit_bytes))
+
+    def fileno(self) -> int:
+        """Return the descriptor of the connection, which becomes readable when the keeper has ended."""
+        return self._connection.fileno()
 
     def reserve(self, places: list[Place]) -> list[list[int] | None]:
         """Return units to fill for each of `places`; None: the contents are there, or have no room."""

@@ -100,7 +100,7 @@ class Epoch:
         self._attention_compiled: Future[None] | None = None
         self._graph_bytes, self._closing = 0, ExitStack()
         process.enter(self)
-        process.kv_places.connect(process.config, process.caches, rendezvous.store)
+        process.kv_places.connect(process.config, process.caches, rendezvous)
         try:
             with self._timed("process group"):
                 self._peers = meet(

@@ -5,6 +5,7 @@ Knows nothing of requests.
 
 import hashlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +17,14 @@ from workers.kv_transfer.connector import KVConnector
 from workers.kv_transfer.contents import CacheContents, compatibility_of
 from workers.kv_transfer.host_tier import LEAST_UNIT, STATE_UNIT, HostTier
 from workers.kv_transfer.keeper import KeeperConfig
+from workers.kv_transfer.nixl_fetcher import NixlFetcher
+from workers.rank.network import address_of_host, interface_of
+from workers.rank.rank_info import Rendezvous
 
 READY_S = 5.0
 """Time that an epoch with open requests waits for the host tier, so that these are not computed again."""
 GIB = 2**30
+INFINIBAND, INTERFACES = Path("/sys/class/infiniband"), Path("/sys/class/net")  # UCX looks there
 
 
 class KVPlaces:
@@ -27,13 +32,14 @@ class KVPlaces:
 
     def __init__(self) -> None:
         self._host: HostTier | None = None
+        self._fetcher: NixlFetcher | None = None
 
-    def connect(self, config: RankConfig, caches: CacheMemory, store: str) -> None:
+    def connect(self, config: RankConfig, caches: CacheMemory, rendezvous: Rendezvous) -> None:
         """Connect to the node's keeper, early in an epoch: the keeper then finds a rank while this one loads weights.
 
-        store   name of the group on all nodes, in all its epochs; "": the group has no store
+        Raises ValueError where KV is to be fetched from other nodes and NIXL is not installed.
         """
-        cache = config.cache
+        cache, store = config.cache, rendezvous.store
         if self._host is not None or not cache.host_memory_gib or not store:
             return
         keeper = KeeperConfig(
@@ -45,6 +51,9 @@ class KVPlaces:
             disk_bytes=0 if cache.disk_path is None else int(cache.disk_gib * GIB),
             disk_salt=_dates(config.model.folder),
         )
+        if cache.transfer == "nixl":
+            here = address_of_host(config.network, rendezvous.host)
+            self._fetcher = NixlFetcher(keeper, here, ucx_environment(here))
         self._host = HostTier(
             keeper,
             caches.device,
@@ -58,13 +67,15 @@ class KVPlaces:
         """Move KV of these caches until their manager is closed.
 
         wake   called from any thread when the step loop has something to enter
-        wait   for the host tier, for a short time
+        wait   for the host tier and the fetcher, for a short time
         """
         connectors: list[KVConnector] = [] if self._host is None else [self._host]
         if not connectors or not config.cache.prefix_caching:
             return
         for connector in connectors:
             connector.on_ended = wake
+        if self._fetcher is not None:
+            self._fetcher.on_ended = wake
         blocks, states = caches.rows()
         form = compatibility_of({**caches.form, **_model_facts(config)})
         contents = CacheContents(blocks, states, form, caches.device)
@@ -76,19 +87,38 @@ class KVPlaces:
             caches.num_blocks,
             connectors,
             contents,
+            fetcher=self._fetcher,
         )
         if wait:
             self.wait_ready(READY_S)
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until contents can be found in the host tier; return whether they can."""
-        return self._host is None or self._host.wait_ready(timeout_s)
+        """Wait until contents can be found in the host tier, and fetched from other nodes; return whether they can."""
+        until = time.monotonic() + timeout_s
+        if self._host is not None and not self._host.wait_ready(timeout_s):
+            return False
+        left = max(0.0, until - time.monotonic())
+        return self._fetcher is None or self._fetcher.wait_ready(left)
 
     def close(self) -> None:
         """Leave the keeper, and release the memory."""
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
         if self._host is not None:
             self._host.close()
             self._host = None
+
+
+def ucx_environment(address: str) -> dict[str, str]:
+    """Return variables that let UCX use the interface of `address`, on a host without InfiniBand.
+
+    UCX otherwise takes any interface, such as the bridge of a container runtime, which has one address on all nodes.
+    """
+    interface = interface_of(address)
+    if interface is None or not (INTERFACES / interface).exists() or any(INFINIBAND.glob("*")):
+        return {}
+    return {"UCX_NET_DEVICES": interface}
 
 
 def _model_facts(config: RankConfig) -> dict[str, object]:

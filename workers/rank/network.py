@@ -31,6 +31,11 @@ def interface_of(address: str) -> str | None:
     return name
 
 
+def address_of_host(network: str | None, peer: str) -> str:
+    """Return the address of this host in `network`, where there is one, otherwise that towards the host `peer`."""
+    return address_on(network) if network else address_towards(peer)
+
+
 def address_on(network: str) -> str:
     """Return this host's address in `network`: 10.1.0.0/16, fd00::/8, or an interface with its name.
 

@@ -10,7 +10,7 @@ from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup, shared_memory_unavailable
 from workers.rank import process_group
 from workers.rank.device_memory import memory_for
-from workers.rank.network import address_on, address_towards
+from workers.rank.network import address_of_host
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.step.step_sync import compare_settings
@@ -59,17 +59,11 @@ def meet(
     if shared is not None:
         closing.callback(shared.close)
     network = HostNetwork(
-        address=_address(process, rendezvous),
+        address=address_of_host(process.config.network, rendezvous.host),
         timeout_s=process.config.vote_timeout_s,
         hang_timeout_s=process.config.hang_timeout_s,
     )
     return Peers(all(warm), shared, network)
-
-
-def _address(process: RankProcess, rendezvous: Rendezvous) -> str:
-    """Return the address of this host for the ranks of other hosts."""
-    network = process.config.network
-    return address_on(network) if network else address_towards(rendezvous.host)
 
 
 def _share_memory(

@@ -78,6 +78,7 @@ class Sequence:
     speculates         a drafter reads the last token on the host before the next step
     adapter_slot       slot of its adapter while it has a row; 0: it has none
     load_tried         preemptions + 1 at its last attempt to load a prefix from outside the device; 0: none
+    fetch_tried        its prefix was fetched from another node, or could not be
     finished           the request has ended; outputs of launched steps are dropped
     images             of its prompt; None: it has none
     """
@@ -102,6 +103,7 @@ class Sequence:
     speculates: bool = False
     adapter_slot: int = 0
     load_tried: int = 0
+    fetch_tried: bool = False
     finished: bool = False
     images: SequenceImages | None = None
 

@@ -240,7 +240,9 @@ def _request(fields: dict[str, Any], *pixels: bytes) -> EngineRequest:
     request = EngineRequest(**fields)
     for token_ids in (request.prompt_token_ids, request.emitted_token_ids):
         array("i", token_ids)  # raises if one is no integer
-    _string(request.request_id), _string(request.ingress_id), _integer(request.priority)
+    for text in (request.request_id, request.ingress_id, request.kv_source):
+        _string(text)
+    _integer(request.priority)
     return request
 
 

@@ -131,6 +131,7 @@ class EngineRequest:
     on_trial           the rank runs it alone among requests without a token, until its first token
     hands_over         another rank goes on behind the last token: where KV leaves the device, finish_reason "length"
                        comes in an output of its own, once the KV can be found there
+    kv_source          where the rank that handed the request over offers its KV to other nodes; "": nowhere
     """
 
     request_id: str
@@ -145,6 +146,7 @@ class EngineRequest:
     emitted_token_ids: list[int] = field(default_factory=list)
     on_trial: bool = False
     hands_over: bool = False
+    kv_source: str = field(default="", repr=False)
 
     @property
     def needs_every_row(self) -> bool:
@@ -193,6 +195,7 @@ class RequestOutput:
     num_cached_tokens  in the first output: prompt tokens found in the prefix cache
     times              in the last output of a request with tokens or a vector
     drafts             drafts of the step that the model confirmed, and that it did not; None: the step had none
+    kv_source          in the last output of a request that hands over, see EngineRequest
     vector             float32 [n], in the one output of a request with PoolingParams
     """
 
@@ -205,6 +208,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
     drafts: tuple[int, int] | None = None
+    kv_source: str = ""
     vector: np.ndarray | None = field(default=None, compare=False)
 
     @property
@@ -228,6 +232,7 @@ def merge(outputs: list[RequestOutput]) -> RequestOutput:
         first.num_cached_tokens,
         last.times,
         (sum(d[0] for d in drafts), sum(d[1] for d in drafts)) if drafts else None,
+        last.kv_source,
         last.vector,
     )
 

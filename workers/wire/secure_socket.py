@@ -46,13 +46,13 @@ def _as_os_error() -> Iterator[None]:
         raise OSError(error.errno, f"no socket for a stream: {error.strerror}") from error
 
 
-def listen(context: Context, host: str) -> tuple[Socket, StreamAddress]:
-    """Return a PULL socket on a free port of `host`, for any number of senders, and its address.
+def listen(context: Context, host: str, kind: int = zmq.PULL) -> tuple[Socket, StreamAddress]:
+    """Return a socket on a free port of `host`, for any number of peers, and its address.
 
     Raises OSError where the process has no descriptors left.
     """
     with _as_os_error():
-        socket = _new_socket(context, zmq.PULL)
+        socket = _new_socket(context, kind)
         public, secret = zmq.curve_keypair()
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = public, secret
@@ -76,7 +76,7 @@ class Sender:
         self.num_sent = 0
         self._address, self._stream = address, stream
         self._lock = threading.Lock()
-        self._socket = _connect(address)
+        self._socket = connect(zmq.Context.instance(), address)
 
     def send(self, message: bytes, *frames: bytes) -> None:
         """Queue a message until the connection is up; after `close` the message is dropped.
@@ -93,7 +93,7 @@ class Sender:
             except zmq.Again:
                 # ZeroMQ does not connect again after a message of the peer that it refused, and has dropped the queue.
                 self._socket.close()
-                self._socket = _connect(self._address)
+                self._socket = connect(zmq.Context.instance(), self._address)
                 self._socket.send_multipart(data, zmq.NOBLOCK, copy=not frames)
 
     def close(self) -> None:
@@ -102,10 +102,10 @@ class Sender:
             self._socket.close()
 
 
-def _connect(address: StreamAddress) -> Socket:
-    """Return a PUSH socket to a listener."""
+def connect(context: Context, address: StreamAddress, kind: int = zmq.PUSH) -> Socket:
+    """Return a socket to a listener. Raises OSError where the process has no descriptors left."""
     with _as_os_error():
-        socket = _new_socket(zmq.Context.instance(), zmq.PUSH)
+        socket = _new_socket(context, kind)
         if "[" in address.endpoint:
             socket.setsockopt(zmq.IPV6, 1)
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 MAX_MESSAGES_AT_ONCE = 64
-_DEFAULTS = (None, None, 0, None, None)  # of the last five fields, which few outputs have
-_NUM_FIELDS = 9  # in front of the length of a vector
+_DEFAULTS = (None, None, 0, None, None, "")  # of the last six fields, which few outputs have
+_NUM_FIELDS = 10  # in front of the length of a vector
 _VECTORS = b"\n"  # in front of the vectors; JSON without white space has no line end
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 POLLIN = int(zmq.POLLIN)  # `&` with the enum takes 10 us
@@ -170,7 +170,7 @@ class TokenReceiver:
 
 
 def _fields(output: RequestOutput) -> tuple[Any, ...]:
-    """Return the fields in order; the last five are left out if they have their defaults. A vector is its length."""
+    """Return the fields in order; the last six are left out if they have their defaults. A vector is its length."""
     fields = (output.request_id, output.token_ids, output.finish_reason, output.error)
     rest = (
         output.logprobs,
@@ -178,6 +178,7 @@ def _fields(output: RequestOutput) -> tuple[Any, ...]:
         output.num_cached_tokens,
         output.times,
         output.drafts,
+        output.kv_source,
     )
     if output.vector is not None:
         return fields + rest + (len(output.vector),)

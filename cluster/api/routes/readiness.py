@@ -71,7 +71,7 @@ class Readiness:
         counting = asyncio.create_task(self._busy_steps(backend))
         probes = {rank: asyncio.create_task(self._one_answer(backend, rank)) for rank in unproven}
         part_s = self._settings.probe_timeout_s / 2
-        # A pause of this process ends one part alone, and is no silence of ranks.
+        # In two parts: a pause of this process ends one of them alone, and is no silence of ranks.
         for _ in range(2):
             await asyncio.wait(probes.values(), timeout=part_s)
         silent = {rank for rank, probe in probes.items() if probe.cancel()}
