@@ -312,8 +312,8 @@ class EngineClient(OperatorCalls):
         self._changed = asyncio.Event()
 
     async def _opened(self) -> None:
-        """Return when the streams of all groups that compute are open."""
-        while not all(group.reachable or not group.health.alive for group in self._groups):
+        """Return when the streams of all groups that compute are open, but for those given back."""
+        while any(group.awaited for group in self._groups):
             self.check()
             await self._changed.wait()
 

@@ -83,6 +83,11 @@ class GroupClient:
         """Whether the ranks of the present epoch can be reached."""
         return self.health.alive and self.epoch >= self.health.epoch
 
+    @property
+    def awaited(self) -> bool:
+        """Whether the streams of the present epoch are still to be opened."""
+        return self.health.alive and not self.reachable and not self._released
+
     def follow(self, health: GroupHealth, *, stopping: bool = False) -> None:
         """Note the present health. The end of the group ends its requests.
 
@@ -212,7 +217,11 @@ class GroupClient:
         """Submit the requests again that a rank has aborted, because their stream had lost a message."""
         if lease_id == self.lease_id:
             self._router.load_of((self.index, rank)).reachable = True
-            await self._submit_again([it for it in self.open.values() if it.place[1] == rank])
+            requests = [it for it in self.open.values() if it.place[1] == rank]
+            # The rank has those that came just after it opened the stream.
+            for request in requests:
+                self._abort(request)
+            await self._submit_again(requests)
 
     async def _move(self, lease_id: str, rank: int) -> None:
         """Let the other ranks go on with the requests of a rank that this ingress cannot reach.

@@ -88,8 +88,11 @@ class GroupStreams:
             self._give_up(rank, watch.silence(time.monotonic()), 0.0)
 
     def submit(self, rank: int, request: EngineRequest) -> None:
-        """Send a request to `rank`; its tokens come by this client's stream."""
-        if rank in self._inboxes:  # otherwise `reopened` submits it
+        """Send a request to `rank`; its tokens come by this client's stream.
+
+        While the stream is opened again nothing is sent, because `reopened` submits all requests of the rank.
+        """
+        if rank not in self._broken:
             self._inboxes[rank].submit(replace(request, ingress_id=self._stream_id))
 
     def abort(self, rank: int, request_id: str) -> None:

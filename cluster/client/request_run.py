@@ -121,6 +121,9 @@ class RequestRuns:
                 if output.error == POISON:
                     raise PoisonRequestError
                 if output.finish_reason == "abort":
+                    # They came before the abort, and count as emitted.
+                    if output.token_ids:
+                        yield replace(output, finish_reason=None, error=None)
                     raise EngineDeadError(output.error or "the request was aborted")
                 finished = output.finish_reason is not None
                 yield output

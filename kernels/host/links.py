@@ -6,12 +6,14 @@ that does not answer, so a host without network is distinguished from a slow ran
 
 import contextlib
 import errno
+import fcntl
 import hmac
 import queue
 import secrets
 import select
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,12 +21,17 @@ from dataclasses import dataclass
 
 from kernels.host.owned import start_thread
 from kernels.host.readable import Readable
-from kernels.host.shm import PeerLeftError
+from kernels.host.shm import LEFT, PeerLeftError
 
 _HELLO = struct.Struct("<32sqq")  # token of the listener, rank and channel of the caller
 _HELLO_S = 2.0  # seconds that a caller has for its first bytes
 _POLL_S = 0.1  # interval at which a waiting rank checks whether it was aborted
+_LOST_PROBES = 2  # unanswered ones, of which the last may be on its way
+_WATCH_S = 1.0  # interval at which a thread looks whether the peer has room
 _PROBE_S = 1  # seconds without traffic after which the kernel probes a peer, and between probes
+
+_SIOCOUTQNSD = 0x894B  # returns the bytes that the kernel has not sent yet
+_TCP_INFO = struct.Struct("=3xB20xI")  # of struct tcp_info: unanswered probes, packets on their way
 
 _NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
@@ -38,11 +45,13 @@ class HostNetwork:
     address         IPv4 or IPv6 address of this host that the other hosts reach
     timeout_s       time for a peer that answers to connect or to send
     hang_timeout_s  time after which a peer that does not answer is lost
+    left            ends the wait for peers that connect when it is set
     """
 
     address: str
     timeout_s: float
     hang_timeout_s: float
+    left: threading.Event | None = None
 
 
 @dataclass(frozen=True)
@@ -71,8 +80,7 @@ class Link:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-        lost_ms = max(1, int(1000 * network.hang_timeout_s))
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, lost_ms)
+        self._bound_silence()
 
     def send(self, *parts: Bytes) -> None:
         """Send bytes in order, without waiting for the peer. Their content may not change any more."""
@@ -85,10 +93,11 @@ class Link:
             except OSError as error:
                 raise self._lost(error) from None
             left = _after(parts, sent)
+        # What the kernel has taken may wait there for a peer that is late, which the thread watches.
+        if self._sender is None and (left or self._num_waiting()):
+            self._sender = start_thread(self._send_rest, lambda error: self.abort(), "send")
         if not left:
             return
-        if self._sender is None:
-            self._sender = start_thread(self._send_rest, lambda error: self.abort(), "send")
         with self._lock:
             self._num_unsent += len(left)
         for part in left:
@@ -142,21 +151,48 @@ class Link:
     def _send_rest(self) -> None:
         writable = select.poll()
         writable.register(self._stream, select.POLLOUT)
-        while (part := self._unsent.get()) is not None:
+        while (part := self._next_unsent()) is not None:
             view = memoryview(part)
             while view:
                 try:
                     view = view[self._stream.send(view) :]
                 except BlockingIOError:
+                    self._bound_silence()
                     writable.poll(1000 * _POLL_S)
                 except OSError:
                     return  # the thread that reads meets the same error
             with self._lock:
                 self._num_unsent -= 1
 
+    def _next_unsent(self) -> Bytes | None:
+        """Wait for the next part."""
+        watch_s = min(_WATCH_S, self._network.hang_timeout_s / 4)
+        while True:
+            self._bound_silence()
+            with contextlib.suppress(queue.Empty):
+                return self._unsent.get(timeout=watch_s)
+
+    def _bound_silence(self) -> None:
+        """Set how long the peer may be silent.
+
+        A peer that is late with reading answers, but the kernel counts the time without room there as silence too.
+        """
+        network, tcp = self._network, socket.IPPROTO_TCP
+        with contextlib.suppress(OSError):  # the thread that reads meets the same error
+            info = self._stream.getsockopt(tcp, socket.TCP_INFO, _TCP_INFO.size)
+            unanswered, on_their_way = _TCP_INFO.unpack(info)
+            no_room = self._num_waiting() and not on_their_way and unanswered < _LOST_PROBES
+            limit_s = network.timeout_s if no_room else network.hang_timeout_s
+            self._stream.setsockopt(tcp, socket.TCP_USER_TIMEOUT, max(1, int(1000 * limit_s)))
+
+    def _num_waiting(self) -> int:
+        """Return the bytes that the kernel has taken and not sent yet."""
+        found = fcntl.ioctl(self._stream, _SIOCOUTQNSD, bytes(4))
+        return int.from_bytes(found, sys.byteorder)
+
     def _lost(self, error: OSError | None) -> PeerLeftError:
         if self._left:
-            return PeerLeftError("this rank left the group while it waited")
+            return PeerLeftError(LEFT)
         if error is not None and error.errno in _NO_ANSWER:
             return PeerLeftError(
                 f"rank {self.peer} has not answered for {self._network.hang_timeout_s:g} s "
@@ -225,10 +261,15 @@ class LinkListener:
     ) -> tuple[tuple[int, int], socket.socket]:
         """Return the next awaited caller; others are refused."""
         while True:
-            self._server.settimeout(max(1e-3, deadline - time.monotonic()))
+            left_s = deadline - time.monotonic()
+            self._server.settimeout(min(max(1e-3, left_s), _POLL_S))
             try:
                 stream, _ = self._server.accept()
             except TimeoutError:
+                if self._network.left is not None and self._network.left.is_set():
+                    raise PeerLeftError(LEFT) from None
+                if left_s > 0:
+                    continue
                 late = ", ".join(map(str, sorted({peer for peer, _ in awaited})))
                 raise TimeoutError(
                     f"rank {late} did not connect to {self._network.address} within "

@@ -199,6 +199,10 @@ class SharedMemoryGroup:
             self.wait_words(attached, 1, attach_timeout_s, "attach")
         except BaseException:
             path.unlink(missing_ok=True)  # rank 0 may have been killed
+            if hasattr(self, "words"):
+                self.abort()  # peers that have attached wait for this rank no longer
+            self.channels = []
+            os.close(self._fd)  # else the segment would stay as long as this process
             raise
         if rank == 0:
             path.unlink(missing_ok=True)

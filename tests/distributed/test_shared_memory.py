@@ -1,6 +1,7 @@
 """Shared memory between processes: slots are never overwritten early, lost ranks are named."""
 
 import errno
+import gc
 import mmap
 import os
 import signal
@@ -216,6 +217,22 @@ def test_a_rank_that_leaves_waits_for_no_peer(rank: int):
     with pytest.raises(PeerLeftError, match="this rank left"):
         SharedMemoryGroup(name, rank, 2, timeout_s=60, left=left)
     assert _segments(name) == []
+
+
+def test_a_rank_that_fails_to_attach_frees_the_segment_and_tells_its_peers():
+    """Its process lives on, for the next attempt. Of two ranks that wait for the third, one leaves."""
+    name, left = f"failed-{os.getpid()}", threading.Event()
+    size = segment_bytes(3, ())
+    own = shm._create(SHM_FOLDER / f"phalanx-{name}", size)
+    left.set()
+    with pytest.raises(PeerLeftError, match="this rank left"):
+        SharedMemoryGroup(name, 1, 3, timeout_s=60, left=left)
+    with mmap.mmap(own, size) as mapped, memoryview(mapped).cast("q") as words:
+        assert words[shm.LINE + 1] == 1
+    os.close(own)
+    gc.collect()
+    open_ = [os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()]
+    assert [path for path in open_ if name in path] == []
 
 
 def test_a_rank_removes_the_segment_of_a_killed_rank_0():

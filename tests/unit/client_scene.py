@@ -1,7 +1,7 @@
 """An engine client over fake ranks and real sockets, and what tests do with it."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -132,6 +132,17 @@ async def scene(**serve: Any):
         for launcher in subject.launchers:
             for rank in launcher.ranks:
                 rank.close()
+
+
+@asynccontextmanager
+async def second_ingress(first: Scene) -> AsyncIterator[Scene]:
+    """Another ingress of the same ranks."""
+    client = EngineClient(first.client._config)
+    try:
+        await client.connect()
+        yield Scene(client, first.handle)
+    finally:
+        await client.close()
 
 
 async def end_tasks(subject: Supervisor) -> None:

@@ -208,6 +208,30 @@ def started(epoch: FailedEpoch) -> tuple[RankActor, Any]:
     return subject, subject.start(0, [])
 
 
+def test_nothing_begins_in_an_epoch_that_was_left_during_the_start() -> None:
+    """Its beats would go on in later epochs, with the number of the rank that the process had then."""
+
+    class SlowStart(FailedEpoch):
+        def start_engine(self, *_: Any) -> RankInfo:
+            starting.set()
+            assert self.may_end.wait(60)  # until the rank leaves
+            return super().start_engine()
+
+    async def scenario() -> None:
+        epoch = SlowStart()
+        subject, start = started(epoch)
+        starts = asyncio.create_task(start)
+        assert await asyncio.to_thread(starting.wait, 60)
+        await subject.leave_epoch(1)
+        with pytest.raises(StaleEpochError, match="in epoch -1, not 0"):
+            await starts
+        assert subject._tasks == () and subject._step_loop is None and epoch.closed
+        subject._inbox.close()
+
+    starting = threading.Event()
+    asyncio.run(scenario())
+
+
 def test_a_failed_log_of_statistics_fails_the_epoch() -> None:
     async def scenario() -> None:
         epoch = FailedEpoch()

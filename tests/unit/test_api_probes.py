@@ -80,16 +80,6 @@ def test_tokens_of_real_requests_prove_their_rank():
     assert [given["rank"] for given in api.backend.options.values()] == [1]
 
 
-def test_tokens_that_come_as_a_probe_begins():
-    class Wakes(Ranks):
-        def token_ages(self):
-            ages = super().token_ages()
-            self.token_times = dict.fromkeys(ages, time.monotonic())
-            return ages
-
-    assert Api(Wakes(), probe_fresh_s=60.0).get("/ready").status_code == 200
-
-
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
@@ -128,6 +118,19 @@ def test_many_askers_share_a_probe():
 
     assert {response.status_code for response in asyncio.run(ask())} == {200}
     assert len(api.backend.requests) == 3
+
+
+def test_tokens_that_come_before_the_probe_begins_do_not_break_it():
+    class Waking(Ranks):
+        """The last rank proves itself between the decision to probe and the probe."""
+
+        asked = 0
+
+        def token_ages(self):
+            self.asked += 1
+            return dict.fromkeys(range(3), float("inf") if self.asked == 1 else 0.0)
+
+    assert Api(Waking()).get("/ready").status_code == 200
 
 
 def test_a_silent_rank_is_named_and_its_probe_aborted():
@@ -284,7 +287,7 @@ def test_wrong_tokenize_requests(path, body, status, param):
 
 
 def test_detokenizing_many_ids_lets_the_event_loop_run():
-    token_ids = list(range(256)) * 5000
+    token_ids = list(range(256)) * 1000
 
     async def count_turns():
         work = asyncio.create_task(asyncio.to_thread(tiny_tokenizer().decode, token_ids))
@@ -292,11 +295,12 @@ def test_detokenizing_many_ids_lets_the_event_loop_run():
         while not work.done():
             await asyncio.sleep(0.001)
             turns += 1
-        assert len(await work) > 500_000
+        assert len(await work) > 100_000
         return turns
 
     tiny_tokenizer()
-    assert asyncio.run(count_turns()) > 5  # one or two when decoding holds the GIL
+    # One or two when decoding holds the GIL, in every run; a busy machine may have few in some runs.
+    assert any(asyncio.run(count_turns()) > 5 for _ in range(20))
 
 
 ORIGIN = {"origin": "https://chat.example"}

@@ -1,5 +1,6 @@
 """A rank's inbox: messages of its epoch arrive whole and in each sender's order, and no message ends its thread."""
 
+import errno
 import json
 import logging
 import threading
@@ -9,6 +10,8 @@ from dataclasses import replace
 import pytest
 import zmq
 
+from workers.rank.token_streams import TokenStreams
+from workers.wire import secure_socket
 from workers.wire.inbox import Inbox, InboxSender
 from workers.wire.request import EngineRequest, ImageInput, SamplingParams
 from workers.wire.secure_socket import StreamAddress
@@ -303,6 +306,83 @@ def test_a_stream_ends_with_a_missing_message_or_when_it_is_closed(inbox, caplog
     assert engine.wait_for(5) and engine.delivered[-1] == ("wake", 7)
     for sender in (*senders, other):
         sender.close()
+
+
+def test_messages_come_again_once_there_are_descriptors(inbox, monkeypatch, caplog):
+    """A rank that is never woken for a vote lets its whole group wait."""
+
+    class GivenUp:
+        """A socket after an answer that ZeroMQ has refused."""
+
+        closed = False
+
+        def send_multipart(self, *_, **__) -> None:
+            raise zmq.Again
+
+        def close(self) -> None:
+            self.closed = True
+
+    def full(*_) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    engine = Engine()
+    inbox.deliver_to(engine, 3)
+    sender = InboxSender(inbox.address, 3)
+    sender._sender._socket.close()
+    sender._sender._socket = GivenUp()
+    with monkeypatch.context() as patch:
+        patch.setattr(secure_socket, "connect", full)
+        sender.wake(1)
+        sender.wake(2)
+    assert caplog.text.count("are lost: [Errno 24] Too many open files") == 1
+    sender.wake(3)
+    assert engine.wait_for(1, 60) and engine.delivered == [("wake", 3)]
+    assert sender.num_sent == 3
+    sender.close()
+    sender.wake(4)
+    assert sender.num_sent == 3 and sender._sender._socket.closed
+
+
+def test_a_stream_without_a_sender_is_not_taken(inbox, monkeypatch):
+    """An ingress tries again every 0.5 s, with another stream each time."""
+
+    def full(*_) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(secure_socket, "connect", full)
+    streams = TokenStreams(inbox)
+    with pytest.raises(OSError, match="Too many open files"):
+        streams.open("lease", inbox.address, 3, bytes(15) + b"x")
+    assert inbox._streams == {} and streams.leases == ()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_may_be_released_while_its_message_arrives(fails):
+    """The thread of the inbox lives as long as the process: its end would fail all later epochs too."""
+
+    class Released(Inbox):
+        """Released by another thread as soon as this one has looked."""
+
+        looks = 0
+
+        @property
+        def _target(self) -> object:
+            self.looks += 1
+            return (engine, 3) if self.looks == 1 else None
+
+        @_target.setter
+        def _target(self, target: object) -> None: ...
+
+    engine, released = Engine(), Released("127.0.0.1")
+    try:
+        if fails:
+            released._fail(ValueError("broken"))
+            assert str(engine.delivered) == "[ValueError('broken')]"
+        else:
+            released._receive(bytes(24) + b'[3, "wake", 7]')
+            assert engine.delivered == [("wake", 7)]
+    finally:
+        released.close()
 
 
 def test_a_failed_inbox_fails_its_rank(inbox):

@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kernels.host import links
 from kernels.host.links import HostNetwork, Link, LinkListener
 from kernels.host.shm import PeerLeftError
 
@@ -59,6 +61,33 @@ def test_large_messages_both_ways_before_either_is_read(address: str):
             assert data == b"first" + of_peer.tobytes() + b"lastmore"
 
 
+def silence_ms(link: Link) -> int:
+    """The time without an answer, or without room at the peer, after which the kernel gives the peer up."""
+    return link._stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("size", [1 << 20, 16 << 20], ids=["in the kernel", "beyond the kernel"])
+def test_a_peer_that_reads_late_is_not_lost(monkeypatch: pytest.MonkeyPatch, size: int):
+    """It may compute for so long as a rank waits for its peers; the kernel ended its connection after 5 s."""
+    monkeypatch.setattr(links, "_WATCH_S", 0.01)
+    network = replace(NETWORK, timeout_s=90, hang_timeout_s=30)
+    with two_ranks(network) as (first, second):
+        assert silence_ms(first) == 30_000
+        first.send(bytes(size))
+        wait_for(lambda: silence_ms(first) == 90_000)
+        read(second, size)
+        wait_for(lambda: silence_ms(first) == 30_000)
+        first.send(b"next")
+        assert read(second, 4) == b"next"
+
+
 def test_nothing_to_read_yet():
     with two_ranks() as (first, second):
         assert first.read(memoryview(bytearray(1)), wait=False) == 0
@@ -94,6 +123,15 @@ def test_close_ends_a_send_that_no_peer_reads():
     with two_ranks() as (first, _):
         first.send(memoryview(bytes(LARGE)))
         first.close()
+
+
+def test_a_rank_that_leaves_waits_for_no_caller():
+    """A peer has failed before it called; the process of a rank that does not leave in time is replaced."""
+    left = threading.Event()
+    left.set()
+    listener = LinkListener(replace(NETWORK, left=left))
+    with pytest.raises(PeerLeftError, match="this rank left"):
+        listener.open_links(0, {1: listener.endpoint}, 1)
 
 
 def test_strangers_are_refused():

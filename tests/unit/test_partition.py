@@ -46,6 +46,7 @@ def parted_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OfFakes, "group_options", {"rebuild_attempts": 5})
     monkeypatch.setattr(ray_fakes, "FakeRank", PartedRank)
     monkeypatch.setattr(token_streams, "BEAT_S", 0.05)
+    monkeypatch.setattr(stream_watch, "BEAT_S", 0.05)
     monkeypatch.setattr(secure_socket, "PING_MS", 200)
     monkeypatch.setattr(stream_watch, "ARRIVAL_BEATS", 100)  # a busy machine is no fault
 

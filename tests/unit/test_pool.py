@@ -8,7 +8,7 @@ import pytest
 from cluster.client import engine_client, router
 from cluster.errors import BadRequestError, EngineDeadError
 from cluster.supervisor import supervisor
-from tests.unit.client_scene import OfFakes, Scene, run, scene, use_fakes
+from tests.unit.client_scene import OfFakes, Scene, run, scene, second_ingress, use_fakes
 from tests.unit.numbered_router import Router
 from tests.unit.ray_fakes import rank_config, until
 
@@ -153,6 +153,24 @@ def test_a_drain_of_one_group_ends_it_after_its_requests() -> None:
             await asyncio.gather(lives, *new)
             with pytest.raises(BadRequestError, match="no other group answers than 'b'"):
                 await now.client.drain(60.0, "b")
+
+    run(scenario())
+
+
+def test_an_ingress_that_comes_during_the_drain_of_a_group_does_not_wait_for_its_end() -> None:
+    async def scenario() -> None:
+        async with scene() as now:
+            leaves = now.ask("x", rank=0)
+            await answer(now, A, "x", 0)
+            await now.client.drain(60.0, "a")
+            async with second_ingress(now) as other:
+                assert other.client.health() == (True, "")
+                asked = other.ask("y")
+                await answer(other, B, "y", 0, finish=True)
+                await asked
+            assert now.client._groups[A].health.state == "draining"
+            await answer(now, A, "x", 1, finish=True)
+            await leaves
 
     run(scenario())
 

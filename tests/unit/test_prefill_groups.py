@@ -98,6 +98,25 @@ def test_a_prefill_group_that_ends_in_the_middle_of_a_hand_over() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_prefill_group_that_ends_before_its_token_is_read(whole) -> None:
+    """The token and the end of the group come in one turn of the event loop."""
+
+    async def scenario() -> None:
+        async with scene() as now:
+            asked = now.ask("x", whole=whole)
+            await holder(now, PREFILL, "x")
+            now.client._groups[PREFILL].open["x"].put(RequestOutput("x", [100]))
+            now.client._groups[PREFILL].fail_requests("the prefill group is rebuilding")
+            rank, rest = await holder(now, DECODE, "x~2")
+            first = len(rest.emitted_token_ids)
+            await rank.emit("x~2", first, 3 - first, finish=True)
+            await asked
+            assert now.answers["x"] == [100, 101, 102]
+
+    run(scenario())
+
+
 def test_both_groups_end_in_the_middle_of_a_prompt() -> None:
     async def scenario() -> None:
         async with scene() as now:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.client import group_streams, stream_watch
+from cluster.client.group_streams import GroupStreams
 from tests.unit import ray_fakes
 from tests.unit.client_scene import Scene, run, scene, use_fakes
 from tests.unit.ray_fakes import FakeRank, until
@@ -70,6 +71,7 @@ def far_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fakes(monkeypatch)
     monkeypatch.setattr(ray_fakes, "FakeRank", FarRank)
     monkeypatch.setattr(token_streams, "BEAT_S", 0.05)
+    monkeypatch.setattr(stream_watch, "BEAT_S", 0.05)
     monkeypatch.setattr(secure_socket, "PING_MS", 200)
 
 
@@ -264,6 +266,33 @@ def test_a_stream_is_opened_again_once_there_are_descriptors(monkeypatch, caplog
     assert "Too many open files" in caplog.text
 
 
+def test_a_request_that_comes_while_a_stream_is_opened_again_is_submitted_once(monkeypatch) -> None:
+    """Its rank would run a first attempt beside it, whose tokens nobody takes, up to the limit of tokens."""
+    open_again = GroupStreams._open_again
+
+    async def open_and_ask(streams: GroupStreams, rank: int) -> None:
+        await open_again(streams, rank)
+        asked.append(now.ask("b", rank=rank))
+        await until(lambda: "b" in now.group.open)
+
+    async def scenario() -> None:
+        nonlocal now
+        async with scene() as now:
+            rank = now.ranks[0]
+            now.group._streams.lost(0)
+            await until(lambda: "b~2" in rank.requests)
+            assert list(rank.requests) == ["b~2"]
+            await rank.emit("b~2", 0, 4, finish=True)
+            await asked[0]
+            assert now.answers["b"] == [100, 101, 102, 103]
+
+    now: Any = None
+    asked: list[asyncio.Task[None]] = []
+    monkeypatch.setattr(ray_fakes, "FakeRank", FakeRank)
+    monkeypatch.setattr(GroupStreams, "_open_again", open_and_ask)
+    run(scenario())
+
+
 def test_the_ends_of_streams_need_descriptors() -> None:
     """An error of ZeroMQ itself ended the ingress, OSError is waited for."""
     receiver = TokenReceiver("127.0.0.1", 0)
@@ -296,6 +325,14 @@ def test_beats_prove_that_messages_have_arrived() -> None:
     assert watch.beat(num_taken=None, num_sent=4, now=22.0) is not None
 
 
+def test_beats_that_were_read_late_prove_no_loss() -> None:
+    """After a pause of this process a request is sent first, then the beats of the pause are read."""
+    watch = stream_watch.StreamWatch(10.0)
+    for _ in range(2 * stream_watch.ARRIVAL_BEATS):
+        assert watch.beat(num_taken=0, num_sent=1, now=20.0) is None
+    assert watch.beat(num_taken=1, num_sent=1, now=21.0) is None
+
+
 def test_a_rank_without_beats_is_silent_and_a_pause_of_this_process_is_not() -> None:
     """A client looks every 2 s."""
     watch = stream_watch.StreamWatch(10.0)
@@ -305,3 +342,32 @@ def test_a_rank_without_beats_is_silent_and_a_pause_of_this_process_is_not() -> 
     watch.beat(num_taken=0, num_sent=0, now=32.0)
     assert watch.silence(33.0) is watch.silence(60.0) is watch.silence(62.0) is None, "a pause"
     assert watch.silence(64.0) is not None
+
+
+def test_a_rank_does_not_go_on_with_a_request_that_came_while_its_stream_was_opened_again(
+    monkeypatch,
+) -> None:
+    """It came behind the answer of the rank, and before the requests of the old stream were submitted again."""
+    opened_by, late = GroupStreams._opened_by, []
+
+    def opened_again(streams: GroupStreams, rank: int, *opened: Any) -> None:
+        opened_by(streams, rank, *opened)
+        if streams._broken:
+            late.append(now.ask("late", rank=rank))
+
+    async def scenario() -> None:
+        nonlocal now
+        async with far_scene() as now:
+            rank = now.ranks[0]
+            rank.may_end = False
+            before = now.ask("before", rank=0)
+            await until(lambda: bool(now.answers["before"]))
+            monkeypatch.setattr(GroupStreams, "_opened_by", opened_again)
+            now.group._streams.lost(0)
+            await until(lambda: "late" in rank.aborted)
+            assert "late~2" in now.group.open
+            rank.may_end = True
+            await whole(now, [before, *late])
+
+    now: Any = None
+    run(scenario())

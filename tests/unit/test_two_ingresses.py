@@ -1,16 +1,13 @@
 """Two ingresses through the failures of one group: each brings its own requests to the next epoch, no other ones."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
-from cluster.client.engine_client import EngineClient
 from cluster.errors import PoisonRequestError
 from cluster.supervisor.status import GroupHealth
 from tests.unit import ray_fakes
-from tests.unit.client_scene import OfFakes, Scene, run, scene, use_fakes
+from tests.unit.client_scene import OfFakes, Scene, run, scene, second_ingress, use_fakes
 from tests.unit.ray_fakes import until
 from tests.unit.test_stream_faults import FarRank, far_scene, whole
 
@@ -19,17 +16,6 @@ from tests.unit.test_stream_faults import FarRank, far_scene, whole
 def rebuilding(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fakes(monkeypatch)
     monkeypatch.setattr(OfFakes, "group_options", {"rebuild_attempts": 1, "hang_timeout_s": 0.5})
-
-
-@asynccontextmanager
-async def second_ingress(first: Scene) -> AsyncIterator[Scene]:
-    """Another ingress of the same ranks."""
-    client = EngineClient(first.client._config)
-    await client.connect()
-    try:
-        yield Scene(client, first.handle)
-    finally:
-        await client.close()
 
 
 def test_both_recover_their_own_streams(monkeypatch) -> None:

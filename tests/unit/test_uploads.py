@@ -88,6 +88,35 @@ def test_a_slow_upload_ends_where_others_need_its_memory(monkeypatch):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("num_bytes", [50, 200], ids=["fits", "does not fit"])
+def test_a_slow_upload_that_has_ended_reads_its_last_part(monkeypatch, num_bytes):
+    """Parts of two uploads wait in their sockets at once, and the upload that needs the memory reads first."""
+
+    async def scenario() -> None:
+        monkeypatch.setattr(uploads, "_SLOW_S", 0.0)
+        bodies, slow, other = Uploads(ApiSettings(max_upload_bytes=1000)), Upload(), Upload()
+        prepared = asyncio.Event()
+
+        async def prepare() -> None:
+            async with bodies.body(other.request):
+                await prepared.wait()
+
+        slow.send(600)
+        reading = asyncio.create_task(read(bodies, slow))
+        await turns()
+        other.send(900, last=True)
+        preparing = asyncio.create_task(prepare())
+        slow.send(num_bytes, last=True)
+        with pytest.raises(ClientTimeoutError, match="others need its memory"):
+            await reading
+        assert bodies.num_bytes == 900
+        prepared.set()
+        await preparing
+        assert bodies.num_bytes == 0
+
+    asyncio.run(scenario())
+
+
 class CountingBackend(FakeBackend):
     """Counts the calls that reach all ranks."""
 

@@ -1,7 +1,9 @@
 """Work in processes: results, errors, limits, cancellation, a template that dies; and the turns of callers."""
 
 import asyncio
+import errno
 import operator
+import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from cluster.api.work import forked
 from cluster.api.work.processes import WorkEndedError, WorkLimitError, WorkProcesses
 from cluster.api.work.turns import Turns
 
@@ -105,6 +108,19 @@ def test_a_setup_that_fails_ends_the_work():
             await processes.run(operator.add, 2, cpu_s=60)
 
     run(scenario, number="none")
+
+
+def test_a_machine_without_room_for_a_process_ends_the_work_alone(monkeypatch, capfd):
+    """The template would load for many seconds again, where the machine has the least to spare."""
+
+    def full() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(forked.os, "fork", full)
+    control, connection = socket.socketpair()
+    with control, connection:
+        forked._begin(None, control, connection)
+    assert "Resource temporarily unavailable" in capfd.readouterr().err
 
 
 def test_callers_take_turns():

@@ -265,16 +265,16 @@ class RankActor:
         self._fence.check(epoch)
         self._peers = [InboxSender(address, epoch) for address in peers]
         async with self._joining:
-            current = self._epoch
-            info = await in_thread(current.start_engine, self._publish, self._wake_peers)
+            info = await in_thread(self._epoch.start_engine, self._publish, self._wake_peers)
+        self._fence.check(epoch)  # leave_epoch, called meanwhile, ends no task that begins now
         sizes = ("block_size", "num_blocks", "max_model_len")
         self._info = {**{size: getattr(info, size) for size in sizes}, **info.backends}
-        self._inbox.deliver_to(current.engine, epoch)
+        self._inbox.deliver_to(self._engine, epoch)
         self._tasks = (
             OwnedTask(log_stats(self._snapshot), self._fail_epoch, "log-stats", may_end=True),
             OwnedTask(self._streams.beat(self._index), self._fail_epoch, "beat"),
         )
-        self._step_loop = StepLoop(current)
+        self._step_loop = StepLoop(self._epoch)
         self._rank_info = info
         return info
 

@@ -62,6 +62,7 @@ def meet(
         address=address_of_host(process.config.network, rendezvous.host),
         timeout_s=process.config.vote_timeout_s,
         hang_timeout_s=process.config.hang_timeout_s,
+        left=left,
     )
     return Peers(all(warm), shared, network)
 

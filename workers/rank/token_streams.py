@@ -36,10 +36,14 @@ class TokenStreams:
         return tuple(self._open)
 
     def open(self, lease_id: str, address: StreamAddress, epoch: int, stream: bytes) -> None:
-        """Open the stream of a lease that has none: send tokens to `address`, and take its requests."""
+        """Open the stream of a lease that has none: send tokens to `address`, and take its requests.
+
+        Raises OSError where the process has no descriptors left.
+        """
         assert lease_id not in self._open, f"{lease_id} has a stream"
+        sender = TokenSender(address, epoch, stream)
         self._inbox.open_stream(stream)
-        self._open[lease_id] = _Stream(TokenSender(address, epoch, stream), stream)
+        self._open[lease_id] = _Stream(sender, stream)
 
     def close(self, lease_id: str) -> None:
         """Take no more requests of a lease, and send it nothing more."""

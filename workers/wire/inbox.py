@@ -144,8 +144,9 @@ class Inbox:
     def _fail(self, error: BaseException) -> None:
         logger.error("the inbox failed: this rank receives no more messages", exc_info=error)
         self._error = error
-        if self._target is not None:
-            self._target[0].fail(error)
+        target = self._target  # which `release` may take away at any time
+        if target is not None:
+            target[0].fail(error)
 
     def _receive(self, data: bytes, *frames: bytes) -> None:
         stream, number, message = split(data)
@@ -174,10 +175,11 @@ class Inbox:
 
         Returns False if it could be neither delivered nor refused: its request would wait for ever.
         """
-        if self._target is None:
+        target = self._target  # which `release` may take away at any time
+        if target is None:
             self.num_stale += 1
             return True
-        receiver, epoch = self._target
+        receiver, epoch = target
         message: Any = None
         try:
             message = json.loads(data)

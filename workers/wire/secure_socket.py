@@ -6,14 +6,17 @@ that is lost is opened again, but messages on their way may be lost with it, so 
 """
 
 import contextlib
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import zmq
 
 from workers.wire.numbering import UNCHECKED, numbered
+
+logger = logging.getLogger(__name__)
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -69,11 +72,12 @@ class Sender:
     stream     carried by every message, see `workers.wire.numbering`
     num_sent   messages given to `send`
 
-    Raises OSError where the process has no descriptors left.
+    The constructor raises OSError where the process has no descriptors left.
     """
 
     def __init__(self, address: StreamAddress, stream: bytes = UNCHECKED):
         self.num_sent = 0
+        self._closed = False
         self._address, self._stream = address, stream
         self._lock = threading.Lock()
         self._socket = connect(zmq.Context.instance(), address)
@@ -81,24 +85,42 @@ class Sender:
     def send(self, message: bytes, *frames: bytes) -> None:
         """Queue a message until the connection is up; after `close` the message is dropped.
 
+        Without free descriptors a message is lost like one on its way; the next one opens the connection again.
+
         frames   follow the message as they are; they arrive with it or not at all
         """
         with self._lock:
-            if self._socket.closed:
+            if self._closed:
                 return
             data = numbered(self._stream, self.num_sent, message), *frames
             self.num_sent += 1
+            if self._queue(data):
+                return
+            # ZeroMQ does not connect again after a message of the peer that it refused, and has dropped the queue.
+            was_open = not self._socket.closed
+            self._socket.close()
             try:
-                self._socket.send_multipart(data, zmq.NOBLOCK, copy=not frames)
-            except zmq.Again:
-                # ZeroMQ does not connect again after a message of the peer that it refused, and has dropped the queue.
-                self._socket.close()
                 self._socket = connect(zmq.Context.instance(), self._address)
-                self._socket.send_multipart(data, zmq.NOBLOCK, copy=not frames)
+            except OSError as error:
+                if was_open:
+                    logger.warning("messages to %s are lost: %s", self._address.endpoint, error)
+            else:
+                self._queue(data)
+
+    def _queue(self, data: Sequence[bytes]) -> bool:
+        """Return whether the socket takes a message."""
+        if self._socket.closed:
+            return False
+        try:
+            self._socket.send_multipart(data, zmq.NOBLOCK, copy=len(data) == 1)
+        except zmq.Again:
+            return False
+        return True
 
     def close(self) -> None:
         """Drop queued messages and disconnect."""
         with self._lock:
+            self._closed = True
             self._socket.close()
 
 

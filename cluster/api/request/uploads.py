@@ -87,7 +87,12 @@ class Uploads:
         return b"".join(parts)
 
     def _take(self, upload: _Upload, num_bytes: int) -> None:
-        """Count bytes that have arrived. Where all bodies together have too many, the oldest slow upload ends."""
+        """Count bytes that have arrived. Where all bodies together have too many, the oldest slow upload ends.
+
+        Raises TimeoutError for an upload that has ended so, because it may read on before its timeout ends it.
+        """
+        if upload not in self._arriving:
+            raise TimeoutError
         limit = self._settings.max_upload_bytes
         while self.num_bytes + num_bytes > limit:
             slow = next(iter(self._arriving))

@@ -67,7 +67,10 @@ class Readiness:
         ]
 
     async def _run(self, backend: EngineBackend, unproven: list[int]) -> str:
-        """Probe the unproven ranks at once; return the reason if a rank is not ready, else ""."""
+        """Probe all unproven ranks at once; return the reason if a rank is not ready, else "".
+
+        unproven: one rank at least
+        """
         counting = asyncio.create_task(self._busy_steps(backend))
         probes = {rank: asyncio.create_task(self._one_answer(backend, rank)) for rank in unproven}
         part_s = self._settings.probe_timeout_s / 2

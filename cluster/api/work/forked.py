@@ -31,9 +31,19 @@ def run(control_fd: int) -> None:
             if not data:
                 return
             with socket.socket(fileno=sockets[0]) as connection:
-                if os.fork() == 0:
-                    control.close()
-                    _answer(context, connection)
+                _begin(context, control, connection)
+
+
+def _begin(context: object, control: socket.socket, connection: socket.socket) -> None:
+    """Begin a piece of work in a child. Without room for one the work ends, not the template with all it has loaded."""
+    try:
+        child = os.fork()
+    except OSError:
+        traceback.print_exc()
+        return
+    if child == 0:
+        control.close()
+        _answer(context, connection)
 
 
 def _answer(context: object, connection: socket.socket) -> None:
