@@ -122,7 +122,7 @@ def traffic(seed: int, num_steps: int, num_ranks: int) -> list[Event]:
     [
         ("qwen3_moe", "shm", True, False, False, 80),
         *(
-            pytest.param(family, *case, marks=pytest.mark.exhaustive)
+            pytest.param(family, *case, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])
             for family in ("qwen3_moe", "qwen3_next")
             for case in (
                 ("shm", False, True, True, 2000),

@@ -9,6 +9,8 @@ from tests.checkpoints.writer import make_checkpoint
 from tests.serve.open_streams import check_drain
 from tests.serve.server import JOINING, Server, running
 
+BLOCKS = 1024  # of the shared server
+
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
@@ -22,7 +24,7 @@ def server(tmp_path_factory, checkpoint) -> Iterator[Server]:
     """It also stops at SIGTERM with open streams, which finish."""
     sections = {
         "model": {"max_model_len": 2048},
-        "cache": {"num_blocks": 1024},
+        "cache": {"num_blocks": BLOCKS},
         "cluster": {"hang_timeout_s": 60},  # the test of the drain stops the ranks for a while
         "serve": {
             "replicas": 2,

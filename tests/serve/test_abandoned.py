@@ -12,6 +12,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.supervisor.launcher import NAMESPACE
 from cluster.supervisor.leases import Leases
 from cluster.supervisor.supervisor import Supervisor
+from tests.serve.server import JOINING
 
 
 class Abandoned(Supervisor):
@@ -31,7 +32,9 @@ class Abandoned(Supervisor):
 
 
 @pytest.fixture
-def local_ray() -> Iterator[None]:
+def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in JOINING:  # of the shared server's Ray, if a test before has it
+        monkeypatch.delenv(name, raising=False)
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace=NAMESPACE)
     yield
     ray.shutdown()

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 
@@ -142,5 +141,4 @@ def test_bad_images_leave_nothing(client: openai.OpenAI, eyes: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="image 0: it has more than 20971520 bytes"):
         ask(client, large)
     assert time.monotonic() - started < 60
-    assert httpx.get(f"{eyes.url}/load", timeout=60).json() == {"server_load": 0}
     eyes.wait_free(60)

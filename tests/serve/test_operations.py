@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import Self
 
-import httpx
 import pytest
 
 from cluster.commands.operate import post
 from cluster.config.api_keys import OPERATOR_VARIABLE
+from tests.serve.conftest import BLOCKS
 from tests.serve.open_streams import Stream
 from tests.serve.server import OPERATOR_KEY, Server, left_running, running
 
@@ -52,14 +52,16 @@ def operate(server: Server, operation: str, **body: object) -> None:
         post(server.url, operation, body, OPERATOR_VARIABLE)
 
 
-def blocks(server: Server, num_ranks: int) -> list[int]:
-    """The KV blocks of each rank, once the HTTP process has the figures of all ranks of the new epoch."""
+def blocks(server: Server) -> list[int]:
+    """The KV blocks of each rank that the HTTP process can reach."""
+    found = re.findall(r'cache_config_info{.*num_blocks="(\d+)"', server.get("/metrics").text)
+    return [int(number) for number in found]
+
+
+def wait_blocks(server: Server, *expected: int) -> None:
+    """Until the HTTP processes have the figures of the new epoch; the one that made the change has them first."""
     deadline = time.monotonic() + 60
-    while True:
-        text = httpx.get(f"{server.url}/metrics", timeout=60).text
-        found = re.findall(r'cache_config_info{.*num_blocks="(\d+)"', text)
-        if len(found) == num_ranks:
-            return [int(number) for number in found]
+    while (found := blocks(server)) != [*expected]:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
 
@@ -72,9 +74,8 @@ def rebuild_without_the_disk(server: Server, disk: Path) -> None:
         f"its process died; rebuild failed at stage 'group': model path '{disk}' is not a folder"
     )
     gone.rename(disk)
-    ready = f"{server.url}/ready"
-    deadline = time.monotonic() + 60
-    while httpx.get(ready, timeout=60).json()["groups"][0]["state"] != "serving":
+    deadline = time.monotonic() + 120
+    while server.get("/ready").json()["groups"][0]["state"] != "serving":
         assert time.monotonic() < deadline, server.log.read_text()
         time.sleep(0.1)
 
@@ -83,11 +84,12 @@ def test_streams_outlive_a_restart_and_another_number_of_ranks(server):
     first = server.ranks()
     with Repeater(server) as client:
         operate(server, "scale", ranks=1)
-        (left,) = blocks(server, 1)
-        operate(server, "restart", set=[f"cache.num_blocks={left - 1}"])
-        assert blocks(server, 1) == [left - 1] and not left_running(first, 60)
+        wait_blocks(server, BLOCKS)
+        operate(server, "restart", set=[f"cache.num_blocks={BLOCKS - 1}"])
+        wait_blocks(server, BLOCKS - 1)
+        assert not left_running(first, 60)
         operate(server, "scale", ranks=2)
-        assert blocks(server, 2) == [left - 1] * 2
+        wait_blocks(server, BLOCKS - 1, BLOCKS - 1)
     assert not client.error and len(set(client.texts)) == 1, client.error or client.texts
 
 
@@ -98,15 +100,16 @@ def test_streams_outlive_all_changes_of_operators(tmp_path, checkpoint):
         first = server.ranks()
         with Repeater(server) as client:
             operate(server, "restart", set=["cache.num_blocks=200"])
-            assert blocks(server, 2) == [200, 200] and not left_running(first, 60)
+            wait_blocks(server, 200, 200)
+            assert not left_running(first, 60)
             server.wait_successor(server.kill_supervisor())
             rebuild_without_the_disk(server, disk)
             operate(server, "scale", ranks=1)
-            assert blocks(server, 1) == [200]
+            wait_blocks(server, 200)
             operate(server, "restart")  # also with the settings of before the supervisor's end
-            assert blocks(server, 1) == [200]
+            wait_blocks(server, 200)
             operate(server, "scale", ranks=2)
-            assert blocks(server, 2) == [200, 200]
+            wait_blocks(server, 200, 200)
         assert not client.error and len(set(client.texts)) == 1, client.error or client.texts
         family, stream = server.descendants(), Stream(server, NUM_TOKENS)
         operate(server, "drain", timeout_s=60)

@@ -15,6 +15,8 @@ import pytest
 from tests.triton.launches import CASES
 from tests.triton.resident_launches import LAUNCHES
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the compiler
+
 # Of an SM of Hopper: shared memory, of which each program's launch takes one KiB; registers; threads.
 SHARED, RESERVED, REGISTERS, THREADS = 228 * 1024, 1024, 64 * 1024, 2048
 

@@ -45,7 +45,7 @@ class Scene:
             cache={"num_blocks": 24, "block_size": 4},
         )
         self.process = RankProcess(0, config)
-        epoch = Epoch(self.process, Rendezvous("", 0, "cycles"), timeout_s=5)
+        epoch = Epoch(self.process, Rendezvous("", 0, "cycles"), timeout_s=60)
         epoch.load()
         self.answers: dict[str, list[int]] = {}
         self.ended: set[str] = set()

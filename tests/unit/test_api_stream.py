@@ -11,6 +11,8 @@ from cluster.api.request.generation_factory import GenerationFactory
 from cluster.api.tools.base import CallDelta, Piece
 from tests.unit.api_fakes import IM_END, Api, FakeBackend, events, says
 
+WAIT_S = 60.0  # for events that are expected to come, also in a process that is stopped for seconds
+
 
 class Connection:
     """One raw ASGI request whose client can look at each message and can go away."""
@@ -50,22 +52,22 @@ class Connection:
     async def until_sent(self, count: int) -> None:
         while len(self.sent) < count:
             self.changed.clear()
-            await asyncio.wait_for(self.changed.wait(), 5)
+            await asyncio.wait_for(self.changed.wait(), WAIT_S)
 
     async def leave(self) -> None:
         self._gone.set()
-        await asyncio.wait_for(self.task, 5)
+        await asyncio.wait_for(self.task, WAIT_S)
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         while not condition():
             await asyncio.sleep(0.001)
 
 
 def run(test) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(2 * WAIT_S):
             await test()
 
     asyncio.run(main())
@@ -157,7 +159,7 @@ def test_stop_string_aborts_before_the_engine_goes_on():
         api.backend.hang_after = 2  # the engine would never end by itself
         body = {"prompt": "a", "stop": "b", "stream": True, "max_tokens": 100}
         connection = Connection(api, "/v1/completions", body)
-        await asyncio.wait_for(connection.task, 5)
+        await asyncio.wait_for(connection.task, WAIT_S)
         assert connection.sent[-1]["body"] == b"data: [DONE]\n\n"
         assert len(api.backend.aborted) == 1
 
@@ -179,7 +181,7 @@ def test_failure_of_one_choice_ends_the_others():
         api.backend.hang_after = 1
         body = {"prompt": "a", "n": 3, "stream": True, "max_tokens": 100}
         connection = Connection(api, "/v1/completions", body)
-        await asyncio.wait_for(connection.task, 5)
+        await asyncio.wait_for(connection.task, WAIT_S)
         assert not api.backend.open
         assert b'"error"' in connection.sent[-1]["body"]
         assert connection.sent[-1]["body"].endswith(b"data: [DONE]\n\n")
@@ -197,7 +199,7 @@ def test_slow_client_holds_back_its_own_stream_only():
         api = Api(FakeBackend(says("a" * 50)))
         body = {"prompt": "a", "stream": True, "max_tokens": 50}
         stuck, fast = (kind(api, "/v1/completions", body) for kind in (Stuck, Connection))
-        await asyncio.wait_for(fast.task, 5)
+        await asyncio.wait_for(fast.task, WAIT_S)
         assert len(fast.sent) == 52
         assert len(stuck.sent) == 1 and not stuck.task.done()
         assert len(api.backend.open) == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -111,12 +112,13 @@ def test_rank_metrics():
 
 
 def test_request_metrics():
-    api = Api(FakeBackend("hello"))
+    api, started = Api(FakeBackend("hello")), time.perf_counter()
     api.complete("abc", max_tokens=4, n=2)
     api.complete("abc", stop="e")
     api.complete("abc", max_tokens=0)
     api.backend.fail_before = EngineDeadError("gone")
     api.complete("abc")
+    seconds = time.perf_counter() - started
     response = api.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     found = samples(response)
@@ -128,7 +130,7 @@ def test_request_metrics():
     }
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
         assert found[f"phalanx:{name}_count"][()] == 3
-        assert 0 < found[f"phalanx:{name}_sum"][()] < 5
+        assert 0 < found[f"phalanx:{name}_sum"][()] < 2 * seconds, "two answers came at once"
     assert found["phalanx:request_prompt_tokens_sum"][()] == 9
     assert found["phalanx:request_generation_tokens_sum"][()] == 10
     http = found["phalanx:http_requests_total"]

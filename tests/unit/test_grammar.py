@@ -21,7 +21,7 @@ from tests.unit.grammar_cases import (
     wide_tokenizer,
 )
 from workers.sampling.grammar_bitmask import GrammarBitmasks
-from workers.sampling.grammar_compiler import GrammarCompiler
+from workers.sampling.grammar_compiler import SMALL_CHARS, GrammarCompiler
 from workers.step.grammar import GRAMMAR_FAILED, Grammar
 
 torch.set_num_threads(1)
@@ -123,13 +123,14 @@ def test_old_grammars_are_forgotten(compiler):
 
 
 def test_a_small_grammar_does_not_wait_for_a_large_one(compiler):
-    properties = {f"p{i}": {} for i in range(4000)}
-    node = {"json_schema": {"type": "object", "properties": properties}}
-    order: list[str] = []
-    compiler.compile(single_grammar(node), lambda _: order.append("large"))
-    compiler.compile(LLMatcher.grammar_from_regex("small"), lambda _: order.append("small"))
+    properties = {f"p{i}": {} for i in range(2000)}
+    large = single_grammar({"json_schema": {"type": "object", "properties": properties}})
+    assert len(large) > SMALL_CHARS
+    done, came = threading.Event(), list[bool]()
+    compiler.compile(large, lambda _: came.append(done.wait(60)))
+    compiler.compile(LLMatcher.grammar_from_regex("small"), lambda _: done.set())
     compiler.wait()
-    assert order == ["small", "large"]
+    assert came == [True]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_a_mask_is_computed_while_its_caller_goes_on(compiler, monkeypatch):
     may_fill, fill = threading.Event(), masks._fill
 
     def slow_fill(matchers, num_rows):
-        assert may_fill.wait(10)
+        assert may_fill.wait(60)
         return fill(matchers, num_rows)
 
     monkeypatch.setattr(masks, "_fill", slow_fill)

@@ -7,6 +7,8 @@ from contextlib import suppress
 import httpx
 import psutil
 
+from cluster.api.request import grammar_check
+from cluster.api.work.processes import WorkProcesses
 from tests.unit.api_fakes import Api, assert_error
 from tests.unit.test_work import templates, until
 
@@ -27,22 +29,28 @@ async def ask(client: httpx.AsyncClient, schema: dict) -> httpx.Response:
     return await client.post(PATH, content=content, headers={"content-type": "application/json"})
 
 
-def test_it_ends_at_the_limit_and_small_ones_do_not_wait():
+def test_it_ends_at_the_limit_and_small_ones_do_not_wait(monkeypatch):
     api = Api(grammar_timeout_s=1.0)
+    begun, answered, run = asyncio.Event(), asyncio.Event(), WorkProcesses.run
 
-    async def scenario() -> tuple[httpx.Response, bool]:
-        async with api.client() as client:
-            client.timeout = 60
+    async def run_behind_the_small_one(self, work, *args, **limits):
+        if work is grammar_check._check_in_child:
+            begun.set()
+            await answered.wait()
+        return await run(self, work, *args, **limits)
+
+    monkeypatch.setattr(WorkProcesses, "run", run_behind_the_small_one)
+
+    async def scenario() -> httpx.Response:
+        async with api.client() as client, asyncio.timeout(120):
             wide = asyncio.create_task(ask(client, WIDE))
-            await until(lambda: any(template.children() for template in templates()))
+            await begun.wait()
             assert (await ask(client, SMALL)).status_code == 200
-            small_was_first = not wide.done()
-            return await wide, small_was_first
+            answered.set()
+            return await wide
 
-    answer, small_was_first = asyncio.run(scenario())
-    error = assert_error(answer, 400, "grammar_too_slow")
+    error = assert_error(asyncio.run(scenario()), 400, "grammar_too_slow")
     assert error["param"] == "response_format.json_schema.schema" and "1 s" in error["message"]
-    assert small_was_first
 
 
 def test_it_ends_with_its_client():

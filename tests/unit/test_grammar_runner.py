@@ -18,7 +18,7 @@ def epoch(tmp_path):
         tmp_path / "tiny", num_layers=1, hidden_size=16, num_experts=2, num_experts_per_tok=1
     )
     epoch = Epoch(
-        RankProcess(0, rank_config(checkpoint, 1)), Rendezvous("127.0.0.1", 0, "alone"), 10
+        RankProcess(0, rank_config(checkpoint, 1)), Rendezvous("127.0.0.1", 0, "alone"), 60
     )
     epoch.load()
     epoch.outputs = {}

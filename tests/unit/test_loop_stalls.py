@@ -1,6 +1,7 @@
 """The event loop of an ingress goes on while any accepted body is parsed, checked, rendered and tokenised."""
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import AsyncIterator
@@ -26,6 +27,7 @@ async def ticker() -> AsyncIterator[list[float]]:
     both, and a machine that is busy with other programs only the first.
     """
     gaps: list[float] = []
+    gc.freeze()  # as the ingress: a search through all that tests before have imported would be a gap
 
     last, used = time.perf_counter(), time.process_time()  # work may come before the first turn
 

@@ -13,7 +13,7 @@ from cluster.errors import EngineDeadError
 from tests.unit.api_fakes import IM_END, MODEL, Api, FakeBackend, assert_error, says, tiny_tokenizer
 from tests.unit.responses_case import judged, kinds, respond, stream_events
 from tests.unit.test_api_openai import with_client
-from tests.unit.test_api_stream import Connection, run, until
+from tests.unit.test_api_stream import WAIT_S, Connection, run, until
 from tests.unit.test_responses import MESSAGE
 
 QUEUED = ["created", "queued", "in_progress"]
@@ -62,7 +62,7 @@ async def state_of(client, response):
 
 
 async def until_status(client, response, status):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         while (found := await state_of(client, response))["status"] != status:
             await asyncio.sleep(0.001)
     return found
@@ -201,7 +201,7 @@ def test_admission_and_drain():
             await asyncio.sleep(0.01)
             assert not drained.done()
             backend.go.set()
-            await asyncio.wait_for(drained, 5)
+            await asyncio.wait_for(drained, WAIT_S)
             assert (await state_of(client, response))["status"] == "completed"
 
     run(test)
@@ -219,7 +219,7 @@ def test_the_end_of_the_drain():
             await until(lambda: backend.open)
             gate.close("the server is stopping")
             gate.end_all()
-            await asyncio.wait_for(gate.wait_empty(), 5)
+            await asyncio.wait_for(gate.wait_empty(), WAIT_S)
             failed = await until_status(client, response, "failed")
             assert failed["error"]["message"] == "the server is stopping"
 
