@@ -139,6 +139,7 @@ def test_each_task_and_thread_has_an_owner() -> None:
         f"{path.relative_to(ROOT)}:{line}"
         for path in SOURCES
         if str(path.relative_to(ROOT)) not in OWNERS
+        and any(name in path.read_text() for _module, name in STARTS)  # parsing takes long
         for line in unowned(parsed(path))
     ]
     assert not found, f"use OwnedTask or start_thread of kernels.host.owned: {found}"
