@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -31,10 +32,24 @@ settings.load_profile("suite")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+MOST_TRACKED = 50_000
+"""Objects that garbage collections visit in 10 ms."""
+
+
 def pytest_collection_finish() -> None:
     """Exclude what lives until the end from garbage collections: engines collect when they close, each in 0.4 s."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Exclude what a file has left for good too, such as the modules of transformers."""
+    yield
+    another_file = nextitem is not None and nextitem.path != item.path
+    if another_file and len(gc.get_objects()) > MOST_TRACKED:
+        gc.collect()
+        gc.freeze()
 
 
 # Folders whose files share servers: one process runs all files of a folder.

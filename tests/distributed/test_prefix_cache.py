@@ -69,7 +69,7 @@ def serve(
     return run_engines(pool, config, events)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_everybody_gets_the_same_tokens_with_and_without(rank_pool, checkpoint, num_ranks):
     events = shared_traffic(random.Random(num_ranks), num_ranks)
     aborted = {event.abort for event in events if event.abort is not None}

@@ -1,7 +1,9 @@
 """Passes of a draft model in graphs, on a CPU: drafts and tokens are those of eager passes."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ __all__ = ["checkpoints", "folder"]  # fixtures
 
 DEPTH = 3
 SMALL: dict[str, Any] = {"scheduler": {"max_num_batched_tokens": 32}}
+SHORT = {"max_model_len": 52}
 WHOLE = GraphSizes(decode_sizes(3), mixed_sizes(32), decode_sizes(12), decode_sizes(3), DEPTH)
 SIZES = {
     "all": WHOLE,
@@ -63,9 +66,9 @@ class Captured:
 class Drafted:
     """The drafts of a run by request and tokens before them; some are replaced by `answers` before they are taken."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[int]]):
         self.seen: list[tuple[str, int, tuple[int, ...]]] = []
-        self.answers: dict[str, list[int]] = {}
+        self.answers = answers
         taken = ModelDrafter.drafted
 
         def record(drafter: ModelDrafter, seq: Sequence, drafts: Drafts) -> None:
@@ -75,6 +78,33 @@ class Drafted:
             taken(drafter, seq, Drafts.known((*right, *token_ids[len(right) :])[: len(drafts)]))
 
         monkeypatch.setattr(ModelDrafter, "drafted", record)
+
+
+def drafting(sections: dict[str, Any]) -> dict[str, Any]:
+    """Sections with a fixed number of drafts, and a context in which sequences end."""
+    speculation = sections["speculation"] | {"num_draft_tokens": DEPTH, "adaptive": False}
+    return sections | {"model": sections["model"] | SHORT, "speculation": speculation}
+
+
+@pytest.fixture(scope="module")
+def eager(
+    checkpoints: dict[str, dict[str, Any]],
+) -> Callable[..., tuple[dict[str, list[int]], list[Any]]]:
+    """eager(method, params): tokens without drafts, and the drafts of eager passes; graphs of some sizes share them."""
+
+    @cache
+    def make(method: str, temperature: float | None, seed: int | None) -> Any:
+        params = {} if seed is None else {"temperature": temperature, "seed": seed}
+        sections = checkpoints[method]
+        plain, _ = run({"model": sections["model"] | SHORT}, params, **SMALL)
+        with pytest.MonkeyPatch.context() as patch:
+            drafted = Drafted(patch, plain)
+            found, counts = run(drafting(sections), params, **SMALL)
+        assert found == plain and counts["accepted"] > 10 and len(drafted.seen) > 12
+        assert {1, 2, 3} <= {len(drafts) for *_, drafts in drafted.seen}
+        return plain, drafted.seen
+
+    return lambda method, params: make(method, params.get("temperature"), params.get("seed"))
 
 
 @pytest.mark.parametrize(
@@ -93,27 +123,18 @@ class Drafted:
 )
 def test_drafts_of_captured_passes_are_those_of_eager_passes(
     checkpoints: dict[str, dict[str, Any]],
+    eager: Callable[..., tuple[dict[str, list[int]], list[Any]]],
     monkeypatch: pytest.MonkeyPatch,
     method: str,
     captured: str,
     params: dict[str, Any],
 ) -> None:
     """With chunks of prompts, any number of accepted drafts, and sequences that end with their memory."""
-    sections = checkpoints[method]
-    speculation = sections["speculation"] | {"num_draft_tokens": DEPTH, "adaptive": False}
-    sizes = {**SMALL, "model": sections["model"] | {"max_model_len": 52}}
-    plain, _ = run({"model": sections["model"]}, params, **sizes)
-    drafted = Drafted(monkeypatch)
-    drafted.answers = plain
-    found, counts = run(sections, params, speculation=speculation, **sizes)
-    eager = list(drafted.seen)
-    assert found == plain and counts["accepted"] > 10 and len(eager) > 12
-    assert {1, 2, 3} <= {len(drafts) for *_, drafts in eager}
-    drafted.seen.clear()
-    graphs = Captured(captured, monkeypatch)
-    found, _ = run(sections, params, graphs, speculation=speculation, **sizes)
+    plain, seen = eager(method, params)
+    drafted, graphs = Drafted(monkeypatch, plain), Captured(captured, monkeypatch)
+    found, _ = run(drafting(checkpoints[method]), params, graphs, **SMALL)
     assert found == plain
-    assert drafted.seen == eager
+    assert drafted.seen == seen
     modes = {(key.mode.name, key.drafts) for key in graphs.replays}
     first = {("MIXED", 1), ("VERIFY", 1)} if captured != "decodes" else set()
     further = {("DRAFT", DEPTH)} if captured != "first" else set()

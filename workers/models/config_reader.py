@@ -20,10 +20,10 @@ from workers.specs.model import (
     ModelConfig,
     MoeSpec,
     WeightEntries,
-    weight_map,
 )
 from workers.specs.quantization import parse_quantization
 from workers.specs.rope import RopeSpec
+from workers.weights.tensors import four_bit_problem
 
 # Keys that do not change what a forward computes: training, bookkeeping, output switches, tokens.
 # fmt: off
@@ -330,12 +330,8 @@ class ConfigReader:
             )
 
     def _check_four_bit(self, config: ModelConfig) -> None:
-        """Complain about the first matrix that its packing cannot hold."""
-        for entry in weight_map(config):
-            problem = entry.four_bit and entry.four_bit.problem(*entry.shape)
-            if problem:
-                self.problems.append(f"quantization_config does not fit {entry.name}: {problem}")
-                return
+        if problem := four_bit_problem(config):
+            self.problems.append(problem)
 
     def _check_groups(self, moe: MoeSpec) -> None:
         router, experts = moe.router, moe.num_experts

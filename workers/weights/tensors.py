@@ -1,6 +1,8 @@
 """Sums and selections over a model's weight map: what a rank holds, in how many bytes. Needs no torch."""
 
+from collections import Counter, defaultdict
 from collections.abc import Container
+from functools import lru_cache
 
 from kernels.four_bit_format import FourBitFormat
 from kernels.routing.expert_map import ExpertMap
@@ -36,6 +38,16 @@ def four_bit_experts(config: ModelConfig) -> FourBitFormat | None:
     forms = {entry.four_bit for entry in weight_map(config) if _is_expert_matrix(entry)}
     formats = {None if form is None else form.format for form in forms}
     return formats.pop() if len(formats) == 1 else None
+
+
+@lru_cache(maxsize=4)  # a command reads the model several times
+def four_bit_problem(config: ModelConfig) -> str | None:
+    """Return a complaint about the first matrix that its packing cannot hold."""
+    for entry in weight_map(config):
+        problem = entry.four_bit and entry.four_bit.problem(*entry.shape)
+        if problem:
+            return f"quantization_config does not fit {entry.name}: {problem}"
+    return None
 
 
 def _is_expert_matrix(entry: WeightEntry) -> bool:
@@ -176,6 +188,20 @@ def rank_weight_bytes(
                   held in `dtype`
     experts       count the weights of these (layer, expert) alone
     """
+    of_dense, of_experts = _owned_bytes(config, dtype, fp8_experts, fp8_dense, in_four_bits)
+    total = of_dense if experts is None else 0
+    for layer, of_layer in of_experts.items():
+        for expert in expert_map.experts_of(rank, layer):
+            if experts is None or (layer, expert) in experts:
+                total += of_layer[expert]
+    return total
+
+
+@lru_cache(maxsize=4)  # all ranks of a check have one form
+def _owned_bytes(
+    config: ModelConfig, dtype: DtypeName, fp8_experts: bool, fp8_dense: bool, in_four_bits: bool
+) -> tuple[int, dict[int, Counter[int]]]:
+    """Return the bytes of the tensors of no expert, and those of the tensors of each expert in each layer."""
     width, dense = DTYPE_BYTES[dtype], fp8_parameters(config) if fp8_dense else ()
     packed = four_bit_parameters(config) if in_four_bits else {}
 
@@ -186,4 +212,10 @@ def rank_weight_bytes(
         in_fp8 = entry.parameter in dense if entry.expert is None else fp8_experts
         return entry.fp8_bytes if in_fp8 else width * entry.size
 
-    return sum(map(num_bytes, rank_weights(config, expert_map, rank, experts=experts)))
+    of_dense, of_experts = 0, defaultdict[int, Counter[int]](Counter)
+    for entry in weight_map(config):
+        if entry.expert is None:
+            of_dense += num_bytes(entry)
+        else:
+            of_experts[entry.layer][entry.expert] += num_bytes(entry)
+    return of_dense, of_experts
