@@ -237,6 +237,10 @@ class GroupClient:
     async def _submit_again(self, requests: Iterable[OpenRequest]) -> None:
         """Submit requests that their ranks have no longer, with the tokens that they have emitted."""
         lease_id = self.lease_id
+        for request in (requests := list(requests)):
+            if request.hands_over and request.emitted and not request.finished:
+                # It has all its tokens, so ranks refuse it. Its end was held back, and the KV is where it is.
+                request.put(RequestOutput(request.wire_id, [], "length"))
         ordered = [it for it in sorted(requests, key=turn) if not it.finished]
         for request in ordered:
             self._route_again(request)

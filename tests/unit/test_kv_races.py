@@ -153,3 +153,18 @@ def test_a_keeper_that_ends_before_a_rank_connects_is_started_again(keeper_confi
     assert len(started) == 2
     client.leave()
     client.close()
+
+
+def test_what_is_forgotten_before_there_is_a_form_is_not_found_in_a_file(tmp_path):
+    earlier, places = Store(1, tmp_path), chain("a", 2)
+    earlier.ask(0, "layout", FORM, 1024, 0)
+    earlier.ask(0, "reserve", places)
+    earlier.ask(0, "publish", {place.name: 1 for place in places})
+    earlier.keeper.close()
+    store, (wrong, right) = Store(1, tmp_path), (place.name for place in places)
+    store.ask(0, "forget", [wrong])  # a rank that is between two epochs
+    store.ask(0, "layout", FORM, 1024, 0)
+    found = store.ask(0, "find", [wrong, right])
+    assert found[0] is None and found[1] is not None
+    assert wrong not in store.keeper._hints
+    store.keeper.close()

@@ -98,6 +98,29 @@ def test_a_prefill_group_that_ends_in_the_middle_of_a_hand_over() -> None:
     run(scenario())
 
 
+def test_a_stream_that_is_lost_in_the_middle_of_a_hand_over() -> None:
+    """The prompt's rank has sent the only token and holds the end back: no rank takes the request once more."""
+
+    async def scenario() -> None:
+        async with scene() as now:
+            asked = now.ask("x")
+            rank, _ = await holder(now, PREFILL, "x")
+            await rank.emit("x", 0, 1)
+            await until(lambda: now.answers["x"] == [100])
+            now.expire_leases()
+            both = [*now.ranks_of(PREFILL), *now.ranks_of(DECODE)]
+            await until(lambda: any("x~2" in rank.requests for rank in both))
+            assert not any("x~2" in rank.requests for rank in now.ranks_of(PREFILL))
+            rank, rest = await holder(now, DECODE, "x~2")
+            assert rest.params == PARAMS and rest.emitted_token_ids == [100]
+            await rank.emit("x~2", 1, 1, finish=True)
+            await asked
+            assert now.answers["x"] == [100, 101]
+            assert now.outstanding == now.outstanding_prefill == (0, 0, 0, 0)
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_prefill_group_that_ends_before_its_token_is_read(whole) -> None:
     """The token and the end of the group come in one turn of the event loop."""

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -29,6 +29,8 @@ RETRY_S = 5.0
 """Time between two attempts to connect to a keeper."""
 COUNTS_S = 2.0
 """Time between two looks at the counters of the store."""
+CLOSE_S = 5.0
+"""Time for the thread to leave the keeper. A keeper that is stopped finds later that this process has ended."""
 LEAST_UNIT = 512
 """Bytes of a unit where blocks are smaller."""
 STATE_UNIT = 2**20
@@ -79,7 +81,8 @@ class HostTier(KVConnector):
         self._forgotten: list[bytes] = []
         self._ended: deque[Transfer] = deque()
         self._contents: CacheContents | None = None
-        self._busy = self._closing = False
+        self._moving: _Job | None = None
+        self._copying = self._closing = False
         # Of the thread.
         self._client: KeeperClient | None = None
         self._copies: RowCopies | None = None
@@ -104,7 +107,10 @@ class HostTier(KVConnector):
             self._contents = self._ready = None
             self._end_all()
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._busy or not self._thread.is_alive())
+            # The thread may wait for a keeper that is stopped: no one waits with it but for copies.
+            self._changed.wait_for(lambda: not self._copying or not self._thread.is_alive())
+            if self._moving is not None:
+                self._end_moving(self._moving, set())
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until contents can be found; return whether they can."""
@@ -143,7 +149,9 @@ class HostTier(KVConnector):
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("the keeper of this node's KV does not answer; this rank does not wait")
 
     def _put(self, transfer: Transfer, *, is_load: bool) -> None:
         """Queue a transfer behind the launched work of the current stream; on CPU that work is done."""
@@ -169,8 +177,10 @@ class HostTier(KVConnector):
         """End the tier, and nothing else, after an error of its thread."""
         logger.error("the host tier of KV has ended: %r", error)
         with self._changed:
-            self._busy, self._ready = False, None
+            self._copying, self._ready = False, None
             self._end_all()
+            if self._moving is not None:
+                self._end_moving(self._moving, set())
             self._changed.notify_all()
         self.on_ended()
 
@@ -227,7 +237,7 @@ class HostTier(KVConnector):
             if self._client is not None:
                 forgotten, self._forgotten = self._forgotten, forgotten
             if queue := self._loads or self._saves:
-                job, self._busy = queue.popleft(), True
+                job = self._moving = queue.popleft()
         if forgotten and self._client is not None:
             try:
                 self._client.forget(forgotten)
@@ -244,22 +254,46 @@ class HostTier(KVConnector):
         return self._client is not None and (is_form_due or bool(self._forgotten))
 
     def _move(self, job: _Job) -> None:
-        transfer = job.transfer
+        done = set[bytes]()
         try:
-            (self._load if job.is_load else self._save)(job)
+            done = (self._load if job.is_load else self._save)(job)
         except Exception as error:
-            transfer.done.clear()
             self._lost(error)
-        transfer.seconds = time.perf_counter() - job.begun
         with self._changed:
-            self._busy = False
-            self._ended.append(transfer)
-            self._changed.notify_all()
+            self._end_moving(job, done)
         self.on_ended()
 
-    def _save(self, job: _Job) -> None:
-        client, copies, transfer = self._client, self._copies, job.transfer
-        assert client is not None and copies is not None
+    def _end_moving(self, job: _Job, done: set[bytes]) -> None:
+        """End the transfer that the thread has taken, unless `unbind` has; the caller holds `_changed`."""
+        if self._moving is job:
+            self._moving = None
+            job.transfer.done = done
+            job.transfer.seconds = time.perf_counter() - job.begun
+            self._ended.append(job.transfer)
+
+    def _copy(self, job: _Job, what: str, rows: list[RowPlace]) -> Sequence[int] | Sequence[None]:
+        """Copy rows to the memory ("saved") or from it ("loaded"); return check values; None: caches are unbound."""
+        copies = self._copies
+        assert copies is not None
+        with self._changed:
+            if self._contents is not job.contents:
+                return [None] * len(rows)
+            self._copying = True
+        try:
+            started = time.perf_counter()
+            copy = copies.load if job.is_load else copies.save
+            checks = copy(job.contents, rows, job.after)
+            self._count(what, rows, time.perf_counter() - started)
+            return checks
+        finally:
+            with self._changed:
+                self._copying = False
+                self._changed.notify_all()
+
+    def _save(self, job: _Job) -> set[bytes]:
+        """Save; return the names that can be found now."""
+        client, transfer = self._client, job.transfer
+        assert client is not None
         items = [item for item in transfer.items if item.name not in job.forgotten]
         units = client.reserve([self._place_of(job, item) for item in items])
         rows = [
@@ -267,38 +301,37 @@ class HostTier(KVConnector):
             for item, found in zip(items, units, strict=True)
             if found is not None
         ]
-        started = time.perf_counter()
-        checks = copies.save(job.contents, rows, job.after)
-        self._count("saved", rows, time.perf_counter() - started)
+        checks = self._copy(job, "saved", rows)
         names = [row.item.name for row in rows]
         client.publish(dict(zip(names, checks, strict=True)))
-        transfer.done.update(names)
+        return {name for name, check in zip(names, checks, strict=True) if check is not None}
 
-    def _load(self, job: _Job) -> None:
-        client, copies, transfer = self._client, self._copies, job.transfer
-        assert client is not None and copies is not None
+    def _load(self, job: _Job) -> set[bytes]:
+        """Load; return the names of which the right bytes are in their places."""
+        client, transfer = self._client, job.transfer
+        assert client is not None
         found = client.find([item.name for item in transfer.items])
-        rows, expected = [], []
+        rows, expected, origin = [], [], Counter[str]()
         for item, it in zip(transfer.items, found, strict=True):
             if it is not None and len(it[0]) == self._place_of(job, item).num_units:
                 rows.append(RowPlace(item, it[0]))
                 expected.append(it[1])
-                transfer.origin[it[2]] = transfer.origin.get(it[2], 0) + 1
-        started = time.perf_counter()
-        checks = copies.load(job.contents, rows, job.after)
-        self._count("loaded", rows, time.perf_counter() - started)
-        damaged = []
+                origin[it[2]] += 1
+        checks = self._copy(job, "loaded", rows)
+        done, damaged = set[bytes](), []
         for row, check, right in zip(rows, checks, expected, strict=True):
             if check == right:
-                transfer.done.add(row.item.name)
-            else:
+                done.add(row.item.name)
+            elif check is not None:
                 damaged.append(row.item.name)
         if damaged:
             logger.warning(
                 "%d of %d rows of KV in host memory are damaged", len(damaged), len(rows)
             )
         self._counts["missed"] += len(transfer.items) - len(rows)
+        transfer.origin = dict(origin)
         client.release(damaged)
+        return done
 
     def _place_of(self, job: _Job, item: Item) -> Place:
         num_units = job.contents.of(item.is_state).row_bytes // self._unit_bytes

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 KEEP_S = 120.0
 """Time for a rank to start in the place of the last one of a node."""
 POLL_S = 0.5
+RANK_S = 5.0
+"""Time for the rest of a message from or to a rank: all others wait, so one that stops in the middle is dropped."""
 
 
 def address_of(name: str) -> bytes:
@@ -46,6 +48,13 @@ def check_peer(peer: socket.socket) -> None:
     pid, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     if user != os.geteuid():
         raise PermissionError(f"process {pid} at the keeper's socket belongs to user {user}")
+
+
+def bound_waits(peer: socket.socket, seconds: float) -> None:
+    """Let reads and writes of this end fail after a time, because the other process may be stopped."""
+    limit = struct.pack("ll", *divmod(round(1e6 * seconds), 10**6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        peer.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,9 @@ class Keeper:
         self._unit_bytes = 0
         self._index = HostIndex(0)
         self._disk: DiskTier | None = None
+        self._forgotten: list[
+            bytes
+        ] = []  # before there is a form, and so before the files are known
         self._clients: list[_Client] = []
         self._counts: dict[str, float] = {"damaged": 0}
 
@@ -190,6 +202,9 @@ class Keeper:
         if config.disk_path is not None:
             salted = hashlib.blake2b(compatibility + config.disk_salt.encode(), digest_size=16)
             self._disk = DiskTier(config.disk_path, config.disk_bytes, salted.digest())
+            for name in self._forgotten:
+                self._disk.forget(name)
+            self._forgotten.clear()
 
     def _on_reserve(self, client: _Client, places: list[Place]) -> list[list[int] | None]:
         """Return the units of each of `places` to fill; None where contents are there, or have no room."""
@@ -262,6 +277,8 @@ class Keeper:
         self._on_forget(client, damaged)
 
     def _on_forget(self, client: _Client, names: list[bytes]) -> None:
+        if not self._layout:
+            self._forgotten += names
         for name in names:
             if self._index.get(name) is not None:
                 self._hints.remove(name)
@@ -321,6 +338,7 @@ def _accepted(listener: socket.socket) -> Connection | None:
         logger.warning("%s", error)
         peer.close()
         return None
+    bound_waits(peer, RANK_S)
     return Connection(peer.detach())
 
 

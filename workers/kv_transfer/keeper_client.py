@@ -19,7 +19,7 @@ from typing import Any
 from kernels.host.processes import start_ticks
 from workers.kv_transfer.hints import Hints
 from workers.kv_transfer.host_index import Place
-from workers.kv_transfer.keeper import KeeperConfig, address_of, check_peer
+from workers.kv_transfer.keeper import KeeperConfig, address_of, bound_waits, check_peer
 
 START_S = 20.0
 RESTART_S = 1.0
@@ -38,6 +38,10 @@ Found = tuple[list[int], int, str]
 
 class KeeperLostError(ConnectionError):
     """The keeper has ended, or does not answer."""
+
+
+class KeeperStoppedError(KeeperLostError):
+    """The keeper does not answer, though it has not ended."""
 
 
 class KeeperClient:
@@ -61,9 +65,9 @@ class KeeperClient:
             try:
                 where: dict[str, Any] = self._ask("attach")
                 return where, _map(where)
-            except OSError:
+            except OSError as error:
                 self._connection.close()
-                if not left:
+                if not left or isinstance(error, KeeperStoppedError):
                     raise
             except BaseException:
                 self._connection.close()
@@ -119,12 +123,15 @@ class KeeperClient:
         try:
             self._connection.send((kind, *arguments))
             if not self._connection.poll(ANSWER_S):
-                raise KeeperLostError(f"no answer to {kind} within {ANSWER_S:g} s")
+                raise KeeperStoppedError(f"no answer to {kind} within {ANSWER_S:g} s")
             return self._connection.recv()
         except (EOFError, OSError) as error:
             self._connection.close()
             if isinstance(error, KeeperLostError):
                 raise
+            if isinstance(error, BlockingIOError):
+                stopped = f"a part of {kind} has not passed within {ANSWER_S:g} s"
+                raise KeeperStoppedError(stopped) from error
             raise KeeperLostError(f"the keeper of this node's KV has ended: {error!r}") from error
 
 
@@ -144,6 +151,7 @@ def _connect(config: KeeperConfig) -> Connection:
     deadline = start_at + START_S
     while True:
         peer = socket.socket(socket.AF_UNIX)
+        bound_waits(peer, ANSWER_S)
         try:
             peer.connect(address_of(config.name))
             check_peer(peer)

@@ -20,12 +20,12 @@ from kernels.host.owned import start_thread
 from workers.kv_transfer.connector import KVFetcher, Transfer
 from workers.kv_transfer.contents import CacheContents
 from workers.kv_transfer.host_tier import unit_bytes_of
-from workers.kv_transfer.keeper import KeeperConfig
+from workers.kv_transfer.keeper import KeeperConfig, bound_waits
 from workers.kv_transfer.keeper_client import ROOT
 from workers.kv_transfer.kv_pull import Fetched, FetchJob, FetchLimits
 from workers.kv_transfer.kv_source import Form
 from workers.kv_transfer.nixl_memory import nixl_missing
-from workers.kv_transfer.nixl_process import NixlConfig, bound_waits
+from workers.kv_transfer.nixl_process import NixlConfig
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,8 @@ class NixlFetcher(KVFetcher):
             os.eventfd_read(self._wake)
         if self._process is not None:
             self._send_new(self._process)
-            if self._process.connection in ready:
+            # All answers first: a pause of this process is not one of the other.
+            while self._process.connection.poll():
                 self._take(self._process.connection.recv())
             self._check_time()
 

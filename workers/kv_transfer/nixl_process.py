@@ -7,8 +7,6 @@ ends with the rank, and with the keeper. Imports no torch.
 
 import logging
 import os
-import socket
-import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,13 +42,6 @@ class NixlConfig:
     keeper: KeeperConfig
     address: str
     limits: FetchLimits
-
-
-def bound_waits(peer: socket.socket, seconds: float) -> None:
-    """Let reads and writes of this end fail after a time, because the other process may be stopped."""
-    limit = struct.pack("ll", int(seconds), 0)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        peer.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 class NixlProcess:
