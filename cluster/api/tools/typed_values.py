@@ -46,7 +46,7 @@ class ArgumentWriter:
             return self.piece(text) + '"'
         try:
             json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return json.dumps(text, ensure_ascii=False)
         return text.strip()
 
