@@ -74,7 +74,7 @@ def _limit(connection: socket.socket, cpu_s: float) -> None:
     """Report the end of the processor time to the parent, which closes its end, and this ends the process.
 
     The interpreter's signal handler itself sends the number of the signal, in any code. The signal alone would end the
-    process too, but the parent could not tell this end from another one.
+    process too, but the parent would take it for a process that was killed.
     """
     connection.setblocking(False)  # a signal handler may not wait
     signal.set_wakeup_fd(connection.fileno())
