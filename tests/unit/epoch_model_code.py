@@ -195,6 +195,7 @@ def reasons_to_vote(step: int, awaited: int, has_inbox: bool) -> tuple[bool, boo
     scheduler: Any = SimpleNamespace(settle=lambda *, idle: None, has_work=False, cache=cache)
     engine.scheduler = scheduler
     engine._outbox = SimpleNamespace(send_held=lambda: None)  # type: ignore[assignment]
+    engine._arrivals = SimpleNamespace(may_accept=False)  # type: ignore[assignment]
     return engine._must_vote(), engine._woken_by_peer()
 
 
