@@ -37,6 +37,7 @@ CODER = [
     ),
     (coder("get_weather", city=""), "", [("get_weather", '{"city": ""}')]),
     (coder("get_weather", days="many"), "", [("get_weather", '{"days": "many"}')]),
+    (coder("get_weather", days="NaN"), "", [("get_weather", '{"days": "NaN"}')]),
     (coder("get_weather", other='{"a":\n[1]}'), "", [("get_weather", '{"other": {"a":\n[1]}}')]),
     (CODER_ROME.replace("\n", ""), "", [ROME]),
     # A call without its end.

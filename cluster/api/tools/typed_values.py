@@ -45,7 +45,7 @@ class ArgumentWriter:
             self.in_string = False
             return self.piece(text) + '"'
         try:
-            json.loads(text)
+            json.loads(text, parse_constant=_refuse)
         except (ValueError, RecursionError):
             return json.dumps(text, ensure_ascii=False)
         return text.strip()
@@ -53,6 +53,11 @@ class ArgumentWriter:
     def close(self) -> str:
         """End the call."""
         return "}" if self._num_arguments else "{}"
+
+
+def _refuse(constant: str) -> None:
+    """Refuse NaN and Infinity, which Python reads."""
+    raise ValueError(constant)
 
 
 def properties(tool: Tool) -> dict[str, Any]:
