@@ -187,28 +187,28 @@ def patch_wire() -> None:
     from workers.wire.numbering import UNCHECKED
     from workers.wire.secure_socket import Sender, StreamAddress
 
-    connect, listen, send = secure_socket._connect, secure_socket.listen, Sender.send
+    connect, listen, send = secure_socket.connect, secure_socket.listen, Sender.send
     ports: set[int] = set()
 
     def note(address: StreamAddress) -> None:
         ports.add(int(address.endpoint.rpartition(":")[2]))
 
-    def connect_noted(address: StreamAddress) -> Any:
+    def connect_noted(context: Any, address: StreamAddress, *kind: Any) -> Any:
         note(address)
-        return connect(address)
+        return connect(context, address, *kind)
 
     def listen_noted(*args: Any) -> Any:
         found = listen(*args)
         note(found[1])
         return found
 
-    def send_or_lose(self: Sender, message: bytes) -> None:
+    def send_or_lose(self: Sender, message: bytes, *frames: bytes) -> None:
         if self._stream != UNCHECKED and armed("lost"):
             self.num_sent += 1
             return
         if self._stream != UNCHECKED and armed("corrupt"):
             message = corrupted(message)
-        send(self, message)
+        send(self, message, *frames)
         if self._stream != UNCHECKED and armed("reset"):
             reset_streams(ports)
         if self._stream != UNCHECKED and armed("garbage"):
@@ -217,7 +217,7 @@ def patch_wire() -> None:
     importlib.import_module("partition").watch(
         FOLDER, ports
     )  # of this folder, which is in the PYTHONPATH
-    secure_socket._connect, secure_socket.listen = connect_noted, listen_noted
+    secure_socket.connect, secure_socket.listen = connect_noted, listen_noted
     Sender.send = send_or_lose  # type: ignore[method-assign]
 
 
