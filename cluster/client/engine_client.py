@@ -279,11 +279,12 @@ class EngineClient(OperatorCalls):
         if self._failure is not None:
             raise EngineDeadError(self._failure)
         wanted = self._groups if pinned is None else [self._groups[pinned[0]]]
-        living = [group for group in wanted if not group.health.ended]
+        living = [group for group in wanted if not group.over]
         answering = [group for group in living if group.role != "prefill"]
         living = answering or living  # a prefill group answers where nothing else is left
         if not living:
-            raise EngineDeadError(status.reasons_of([group.health for group in wanted]))
+            reasons = status.reasons_of([group.health for group in wanted])
+            raise EngineDeadError(reasons or f"the group is {wanted[0].health.state}")
         serving = [group for group in living if group.health.state != "draining"]
         return [group.index for group in serving or living if group.reachable]
 

@@ -88,6 +88,11 @@ class GroupClient:
         """Whether the streams of the present epoch are still to be opened."""
         return self.health.alive and not self.reachable and not self._released
 
+    @property
+    def over(self) -> bool:
+        """Whether no request can come to the group again: it has ended, or its lease is given back for good."""
+        return self.health.ended or self._released
+
     def follow(self, health: GroupHealth, *, stopping: bool = False) -> None:
         """Note the present health. The end of the group ends its requests.
 

@@ -1,7 +1,7 @@
 """The calls of operators to the supervisor, by an ingress: groups and adapters. Knows nothing of requests."""
 
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
@@ -10,6 +10,8 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.errors import BadRequestError, EngineDeadError, NotFoundError
 from cluster.supervisor.adapters import UnknownAdapterError
 from cluster.supervisor.failures import failure_message
+
+_Result = TypeVar("_Result")
 
 
 class OperatorCalls:
@@ -39,17 +41,17 @@ class OperatorCalls:
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter into all ranks; returns when requests may name it."""
         await self._change(self._supervisor.load_adapter.remote(name, path))
-        self._adapters.follow(await self._supervisor.changed_adapters.remote(None))
+        self._adapters.follow(await self._change(self._supervisor.changed_adapters.remote(None)))
 
     async def unload_adapter(self, name: str) -> None:
         """Take no more requests for an adapter; open ones end."""
         await self._change(self._supervisor.unload_adapter.remote(name))
-        self._adapters.follow(await self._supervisor.changed_adapters.remote(None))
+        self._adapters.follow(await self._change(self._supervisor.changed_adapters.remote(None)))
         self._report_adapters()
 
-    async def _change(self, call: Awaitable[None]) -> None:
+    async def _change(self, call: Awaitable[_Result]) -> _Result:
         try:
-            await call
+            return await call
         except UnknownAdapterError as error:
             raise NotFoundError(failure_message(error), param="lora_name") from error
         except ValueError as error:  # an error of the supervisor too is one of these

@@ -44,25 +44,24 @@ class HttpProtocol(HttpToolsProtocol):
         After an early refusal the rest of the body is read too, because the client reads the answer only then.
         """
         if self.timeout_keep_alive_task is not None and self._read_timer is None:
-            if not self._in_message:
-                self._in_head, self._head_bytes = True, 0
             self._start_read_timer()
-        super().data_received(data)
+        if not self._in_message:
+            self._in_head = True
         if self._in_head:
             self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(
-                    431, _bad(f"the headers have more than {MAX_HEAD_BYTES} bytes, the limit")
-                )
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, _bad(f"the headers have more than {MAX_HEAD_BYTES} bytes, the limit"))
 
     def on_message_begin(self) -> None:
-        """Note that a request begins."""
+        """Note that a request begins. Behind another one its first part does not count, because that may be a body."""
         self._in_message = self._in_head = True
+        self._head_bytes = max(self._head_bytes, 1)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """Stop the timer: the head is complete, and the application limits the time of the body."""
-        self._in_head = False
+        self._in_head, self._head_bytes = False, 0
         self._stop_read_timer()
         super().on_headers_complete()
 

@@ -1,12 +1,10 @@
 """Ray, the ranks and a client of the ranks in this process: what `phalanx serve` starts, without HTTP."""
 
-import _thread
 import asyncio
 import contextlib
-import logging
 import uuid
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.commands.preflight import Preflight
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from cluster.client.engine_client import EngineClient
     from cluster.offline.dispatcher import Dispatcher
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 QUEUED = 2
@@ -66,14 +63,13 @@ class OfflineEngine:
         return self._loop.run(work)
 
     def close(self) -> None:
-        """Stop the ranks and Ray."""
-        try:
+        """Stop the ranks and Ray, also after a second Ctrl-C."""
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._preflight.close)
+            ends.callback(self._loop.close)
+            ends.callback(self._ranks.shut_down)
             if self._connected:
                 self.run(self.client.close())
-            self._ranks.shut_down()
-        finally:
-            self._loop.close()
-            self._preflight.close()
 
     def _start(self, stop: StopSignals | None) -> None:
         ranks = self._ranks
@@ -109,11 +105,19 @@ class _LoopThread:
         with contextlib.suppress(ImportError):
             from uvloop import new_event_loop as factory
         self._loop = factory()
-        self._thread = start_thread(self._loop.run_forever, _end_main_thread, "offline")
+        self._failed: Future[None] = Future()
+        self._thread = start_thread(self._loop.run_forever, self._failed.set_exception, "offline")
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._failed.done():
+            work.close()
+            raise self._failure()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        ends: tuple[Future[Any], ...] = (future, self._failed)
         try:
+            wait(ends, return_when=FIRST_COMPLETED)
+            if not future.done():
+                raise self._failure()
             return future.result()
         except BaseException:
             future.cancel()
@@ -124,11 +128,8 @@ class _LoopThread:
         self._thread.join()
         self._loop.close()
 
-
-def _end_main_thread(error: BaseException) -> None:
-    """Raise KeyboardInterrupt in the main thread, which waits for the loop that has failed."""
-    logger.error("the event loop of the client failed", exc_info=error)
-    _thread.interrupt_main()
+    def _failure(self) -> RuntimeError:
+        return RuntimeError(f"the event loop of the client failed: {self._failed.exception()!r}")
 
 
 def _without_http(config: PhalanxConfig) -> PhalanxConfig:

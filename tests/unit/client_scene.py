@@ -121,8 +121,8 @@ async def scene(**serve: Any):
     handle = FakeHandle(subject)
     actor.get_or_create = lambda config: handle  # restored by the fixture
     client = EngineClient(config)
-    await client.connect()
     try:
+        await client.connect()
         yield Scene(client, handle)
     finally:
         handle.dead = False

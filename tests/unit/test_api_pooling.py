@@ -170,6 +170,16 @@ def test_scores_of_two_tokens_take_a_template():
     assert [len(ids) for ids, _ in api.backend.requests.values()] == [whole - 4, whole]
 
 
+def test_a_document_is_cut_in_front_of_a_character_of_several_tokens():
+    """Its first token alone is a replacement character, which has more tokens than may stay."""
+    api = api_of(TOKENS)
+    body = {"text_1": "sky", "text_2": "ab"}
+    whole = api.post("/score", body).json()["usage"]["prompt_tokens"]
+    cut = {**body, "text_2": "a\u20ac", "truncate_prompt_tokens": whole}
+    assert api.post("/score", cut).json()["usage"]["prompt_tokens"] == whole - 1
+    assert_error(api.post("/score", {**cut, "truncate_prompt_tokens": whole - 3}), 400)
+
+
 def test_a_chat_template_with_the_roles_of_pairs_makes_the_prompts():
     from cluster.api.tokenizer import load_tokenizer
     from tests.unit.api_fakes import tiny_tokenizer

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import BadRequestError, NotFoundError
+from cluster.errors import BadRequestError, EngineDeadError, NotFoundError
 from cluster.supervisor.adapters import ServerAdapters
 from cluster.supervisor.saved_state import AdapterState
 from tests.unit.client_scene import OfFakes, Scene, run, scene, use_fakes
@@ -93,6 +93,26 @@ def test_names_and_numbers_are_limited(tmp_path: Path) -> None:
                 await load("c", str(tmp_path))
             with pytest.raises(NotFoundError, match="no adapter 'x'; the adapters are 'a', 'b'"):
                 await now.client.unload_adapter("x")
+
+    run(check())
+
+
+@pytest.mark.parametrize("change", ["load_adapter", "unload_adapter"])
+def test_a_supervisor_that_dies_during_a_change_of_adapters(tmp_path: Path, change: str) -> None:
+    async def check() -> None:
+        async with scene(lora=LORA) as now:
+            if change == "unload_adapter":
+                await now.client.load_adapter("a", str(tmp_path))
+            made = getattr(now.supervisor, change)
+
+            async def last(*args: str) -> None:
+                await made(*args)
+                now.handle.dead = True
+
+            setattr(now.supervisor, change, last)
+            args = [str(tmp_path)] if change == "load_adapter" else []
+            with pytest.raises(EngineDeadError, match="the supervisor does not answer"):
+                await getattr(now.client, change)("a", *args)
 
     run(check())
 

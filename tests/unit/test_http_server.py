@@ -8,17 +8,21 @@ import ssl
 import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from unittest.mock import Mock
 
 import pytest
+import uvicorn
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from uvicorn.server import ServerState
 
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from cluster.config.serve_section import LimitsConfig, ServeConfig
 from cluster.ingress import http_server
+from cluster.ingress.http_protocol import limited_protocol
 from cluster.ingress.http_server import HttpServer, connections_limit
 from tests.unit.api_fakes import Api, FakeBackend, tiny_checkpoint
 
@@ -119,6 +123,27 @@ def test_a_head_without_end(part):
 
     answer = with_server(talk, limits=LimitsConfig())
     assert answer == b"reset" or answer.startswith(b"HTTP/1.1 431 "), answer[:200]
+
+
+def test_a_body_before_a_head_is_no_part_of_the_head():
+    """One read may hold the end of a body and the beginning of the next request."""
+
+    async def scenario() -> list[bytes]:
+        config = uvicorn.Config(Api().app, ws="none", lifespan="off", log_config=None)
+        protocol = limited_protocol(WAIT_S, 8)(config, ServerState(), {})
+        transport = Mock(is_closing=lambda: False, get_extra_info=lambda *_: None)
+        protocol.connection_made(transport)
+        for _ in range(2):
+            protocol.data_received(b"POST /none HTTP/1.1\r\nContent-Length: 100000\r\n")
+            protocol.data_received(b"\r\n" + b"x" * 100_000 + b"GET /live HTTP/1.1\r\n")
+            protocol.data_received(b"X-A: " + b"b" * 40_000 + b"\r\n\r\n")
+        protocol.data_received(b"GET /live HTTP/1.1\r\nX-A: " + b"b" * 70_000)
+        answers = [call.args[0][:12] for call in transport.write.call_args_list]
+        protocol.connection_lost(None)
+        await asyncio.gather(*protocol.tasks)
+        return answers
+
+    assert asyncio.run(scenario()) == [b"HTTP/1.1 431"]
 
 
 def test_nonsense_gets_the_envelope():

@@ -6,6 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.api.answer.message_parser import CallPart, ToolCall
+from cluster.api.messages.writer import _content
 from cluster.config.api_keys import KeyDigests, digest
 from cluster.errors import EngineDeadError, OverloadedError
 from tests.unit.api_fakes import MODEL, Api, FakeBackend, assert_error
@@ -222,3 +224,11 @@ def test_a_stored_conversation_is_refused_as_the_sdk_understands():
     error = response.json()["error"]
     assert response.status_code == 400 and "thread is not supported" in error["message"]
     assert error["details"]["error_code"] == "thread_unsupported_request"
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_arguments_that_no_client_can_read_are_an_empty_input(number: str):
+    """Python reads and writes numbers that are no JSON; the whole message could not be read with them."""
+    call = ToolCall(0, "f", parts=[f'{{"x": {number}}}'])
+    (block,) = _content([CallPart(call, "")])
+    assert block["input"] == {}

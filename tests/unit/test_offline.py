@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -185,6 +186,31 @@ def test_a_closed_llm_answers_nothing(make_llm) -> None:
     assert inner.closed == 1
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("a")
+
+
+def test_a_failed_loop_ends_the_calls_that_wait_for_it() -> None:
+    async def end() -> None:
+        raise SystemExit
+
+    loop = engine._LoopThread()
+    # The first call may get the error itself.
+    with pytest.raises((RuntimeError, SystemExit)):
+        loop.run(end())
+    loop._thread.join()
+    with pytest.raises(RuntimeError, match="event loop of the client failed: SystemExit"):
+        loop.run(end())
+    loop.close()
+
+
+def test_the_ranks_stop_when_a_second_ctrl_c_ends_the_close_of_the_client() -> None:
+    subject = engine.OfflineEngine.__new__(engine.OfflineEngine)
+    subject._connected, subject.client = True, Mock()
+    subject._loop, subject._ranks, subject._preflight = Mock(), Mock(), Mock()
+    subject._loop.run.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        subject.close()
+    subject._ranks.shut_down.assert_called_once_with()
+    subject._loop.close.assert_called_once_with()
 
 
 def test_a_second_ray_is_refused(monkeypatch) -> None:

@@ -158,8 +158,10 @@ def test_a_drain_of_one_group_ends_it_after_its_requests() -> None:
 
 
 def test_an_ingress_that_comes_during_the_drain_of_a_group_does_not_wait_for_its_end() -> None:
+    """Nor does a request for one of the group's ranks, which would never reach it."""
+
     async def scenario() -> None:
-        async with scene() as now:
+        async with scene(limits={"rebuild_wait_s": 1.0}) as now:
             leaves = now.ask("x", rank=0)
             await answer(now, A, "x", 0)
             await now.client.drain(60.0, "a")
@@ -168,6 +170,8 @@ def test_an_ingress_that_comes_during_the_drain_of_a_group_does_not_wait_for_its
                 asked = other.ask("y")
                 await answer(other, B, "y", 0, finish=True)
                 await asked
+                with pytest.raises(EngineDeadError, match="the group is draining"):
+                    await other.ask("z", rank=0)
             assert now.client._groups[A].health.state == "draining"
             await answer(now, A, "x", 1, finish=True)
             await leaves

@@ -7,6 +7,7 @@ from tests.unit.test_tool_parsers import (
     NOW,
     RENDERED,
     ROME,
+    parse,
     tag,
 )
 from tests.unit.test_tool_parsers import (
@@ -36,6 +37,7 @@ CODER = [
     ),
     (coder("get_weather", city=""), "", [("get_weather", '{"city": ""}')]),
     (coder("get_weather", days="many"), "", [("get_weather", '{"days": "many"}')]),
+    (coder("get_weather", days="NaN"), "", [("get_weather", '{"days": "NaN"}')]),
     (coder("get_weather", other='{"a":\n[1]}'), "", [("get_weather", '{"other": {"a":\n[1]}}')]),
     (CODER_ROME.replace("\n", ""), "", [ROME]),
     # A call without its end.
@@ -54,6 +56,15 @@ CODER = [
 @pytest.mark.parametrize(("text", "content", "calls"), CODER)
 def test_calls_of_qwen3_coder(text, content, calls):
     check_pieces("qwen3_coder", text, content, calls)
+
+
+def test_values_of_too_many_levels_are_passed_on():
+    """A model that repeats a bracket must not end its answer with an error of the server."""
+    deep = "[" * 9999 + "]" * 9999
+    text = coder("get_weather", days=deep)
+    assert parse("qwen3_coder", [text]) == ("", [("get_weather", f'{{"days": "{deep}"}}')])
+    early = tag(f'{{"arguments": {deep}, "name": "f"}}')
+    assert parse("hermes", [early]) == ("", [("f", deep)])
 
 
 def test_a_required_call_is_one_of_the_tools():

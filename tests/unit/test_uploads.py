@@ -40,6 +40,25 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
+def test_an_upload_whose_time_is_just_over_is_no_error_of_another_one(monkeypatch):
+    async def scenario() -> None:
+        monkeypatch.setattr(uploads, "_SLOW_S", 0.0)
+        bodies, slow, other = Uploads(SETTINGS), Upload(), Upload()
+        slow.send(600)
+        reading = asyncio.create_task(read(bodies, slow))
+        await turns()
+        (held,) = bodies._arriving
+        held.timeout.reschedule(asyncio.get_running_loop().time())
+        await asyncio.sleep(0)  # its time is over, and its task has not run since
+        other.send(500, last=True)
+        assert await read(bodies, other) == 500
+        with pytest.raises(ClientTimeoutError):
+            await reading
+        assert bodies.num_bytes == 0
+
+    asyncio.run(scenario())
+
+
 def test_bodies_together_have_a_limit():
     async def scenario() -> None:
         bodies, first, second = Uploads(SETTINGS), Upload(), Upload()

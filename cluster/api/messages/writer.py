@@ -189,6 +189,8 @@ def _input(call: ToolCall) -> dict[str, Any]:
     """Return the arguments of a call; {} if they are no JSON object, as when max_tokens cut them."""
     try:
         value = json.loads(call.arguments)
+        # Python reads NaN, and numbers beyond a float, which JSON cannot have.
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -1,6 +1,7 @@
 """Prompts of a query and a document, by the tokenizer or by a template, and the tokens that a score is made of."""
 
 import re
+import sys
 
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.errors import BadRequestError
@@ -44,8 +45,11 @@ class PairEncoder:
                 )
             return self._tokenizer.encode_pair(query, document, keep=keep)
         token_ids = self._templated(query, document, instruction)
+        kept = sys.maxsize
         while keep is not None and (excess := len(token_ids) - keep) > 0:
-            kept = len(self._tokenizer.encode(document, add_special_tokens=False)) - excess
+            length = len(self._tokenizer.encode(document, add_special_tokens=False))
+            # A text that ends within a character may have more tokens than were kept of it.
+            kept = min(length - excess, kept - 1)
             if kept < 0:
                 raise BadRequestError(
                     f"truncate_prompt_tokens = {keep} cuts more than the document",

@@ -100,7 +100,8 @@ class Uploads:
                 raise OverloadedError(
                     f"the bodies of other requests have {self.num_bytes} of {limit} bytes; try again later"
                 )
-            slow.timeout.reschedule(asyncio.get_running_loop().time())
+            if not slow.timeout.expired():
+                slow.timeout.reschedule(asyncio.get_running_loop().time())
             del self._arriving[slow]
             self.num_bytes -= slow.num_bytes
             slow.num_bytes = 0

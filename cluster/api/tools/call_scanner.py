@@ -163,5 +163,5 @@ def _arguments(raw: str) -> str:
 def _loads(raw: str) -> object:
     try:
         return json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

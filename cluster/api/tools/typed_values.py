@@ -45,14 +45,19 @@ class ArgumentWriter:
             self.in_string = False
             return self.piece(text) + '"'
         try:
-            json.loads(text)
-        except ValueError:
+            json.loads(text, parse_constant=_refuse)
+        except (ValueError, RecursionError):
             return json.dumps(text, ensure_ascii=False)
         return text.strip()
 
     def close(self) -> str:
         """End the call."""
         return "}" if self._num_arguments else "{}"
+
+
+def _refuse(constant: str) -> None:
+    """Refuse NaN and Infinity, which Python reads."""
+    raise ValueError(constant)
 
 
 def properties(tool: Tool) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def _answer(context: object, connection: socket.socket) -> None:
     """Do one piece of work in a child, and end it."""
     try:
         cpu_s, work, args = from_frames(_receive(connection))
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process, in any code
+        _limit(connection, cpu_s)
         _end_with_peer(connection, True)
         try:
             outcome: tuple[bool, Any] = (True, work(context, *args))
@@ -61,12 +61,32 @@ def _answer(context: object, connection: socket.socket) -> None:
             outcome = (False, RuntimeError(f"{type(error).__name__}: {error}"))
         answer = to_frames(outcome)
         _end_with_peer(connection, False)
+        _lift_limit(connection)
         for part in answer:
             connection.sendall(part)
         code = 0
     except BaseException:  # the parent has closed the socket, or sees an answer without end
         code = 1
     os._exit(code)
+
+
+def _limit(connection: socket.socket, cpu_s: float) -> None:
+    """Report the end of the processor time to the parent, which closes its end, and this ends the process.
+
+    The interpreter's signal handler itself sends the number of the signal, in any code. The signal alone would end the
+    process too, but the parent would take it for a process that was killed.
+    """
+    connection.setblocking(False)  # a signal handler may not wait
+    signal.set_wakeup_fd(connection.fileno())
+    signal.signal(signal.SIGPROF, lambda *_: os._exit(1))
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+
+
+def _lift_limit(connection: socket.socket) -> None:
+    """Leave the socket to the answer. If the time is over just now, the handler ends the process here."""
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.set_wakeup_fd(-1)
+    connection.setblocking(True)
 
 
 def _receive(connection: socket.socket) -> list[bytes]:

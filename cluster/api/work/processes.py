@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,14 +56,13 @@ class WorkProcesses:
         """
         job = to_frames((cpu_s, work, args))
         connection = await asyncio.to_thread(self._connect)
-        started = time.monotonic()
         try:
             answer = await _exchange(connection, job)
+        except WorkLimitError:
+            raise WorkLimitError(f"the work took more than {cpu_s:g} s of processor time") from None
         finally:
             connection.close()
         if answer is None:
-            if time.monotonic() - started >= cpu_s:
-                raise WorkLimitError(f"the work took more than {cpu_s:g} s of processor time")
             raise WorkEndedError(
                 "the process of this work has ended; the server's log may have the reason"
             )
@@ -127,12 +125,18 @@ def _end_template(control: socket.socket, process: "subprocess.Popen[bytes]") ->
 
 
 async def _exchange(connection: socket.socket, job: list[bytes]) -> list[bytes] | None:
-    """Send the job; return the frames of the answer, or None if the child has ended without a complete one."""
+    """Send the job; return the frames of the answer, or None if the child has ended without a complete one.
+
+    Raises WorkLimitError if the child reports its signal, where an answer begins with a zero.
+    """
     loop = asyncio.get_running_loop()
     try:
         for part in job:
             await loop.sock_sendall(connection, part)
-        num_frames = int.from_bytes(await _receive(connection, NUMBER_BYTES))
+        first = await _receive(connection, 1)
+        if first != b"\0":
+            raise WorkLimitError
+        num_frames = int.from_bytes(await _receive(connection, NUMBER_BYTES - 1))
         numbers = await _receive(connection, num_frames * NUMBER_BYTES)
         lengths = (numbers[at : at + NUMBER_BYTES] for at in range(0, len(numbers), NUMBER_BYTES))
         return [await _receive(connection, int.from_bytes(length)) for length in lengths]
