@@ -105,9 +105,8 @@ class Keeper:
         self._unit_bytes = 0
         self._index = HostIndex(0)
         self._disk: DiskTier | None = None
-        self._forgotten: list[
-            bytes
-        ] = []  # before there is a form, and so before the files are known
+        # Names, from before there is a form of contents, and so before the files are known.
+        self._forgotten: list[bytes] = []
         self._clients: list[_Client] = []
         self._counts: dict[str, float] = {"damaged": 0}
 
