@@ -78,7 +78,11 @@ def fetch_description(name: str, revision: str | None) -> str:
 
 def fetch_adapter(path: str, revision: str | None) -> None:
     """Fetch the files of a LoRA adapter. Without a commit `path` is a folder: do nothing. Raises HubError."""
-    if revision is not None and not (snapshot_folder(path, revision) / ADAPTER[-1]).exists():
+    if revision is None:
+        return
+    folder = snapshot_folder(path, revision)
+    # Each of them: another process, which may have ended in between, fetches them in any order.
+    if not all((folder / file).exists() for file in ADAPTER):
         with _no_bars():
             _fetch(path, revision, ADAPTER)
 
@@ -143,8 +147,16 @@ def _missing_bytes(name: str, commit: str, files: Sequence[str]) -> int:
     with _reasons(name, commit), _no_bars():
         plan = snapshot_download(name, revision=commit, allow_patterns=list(files), dry_run=True)
     blobs = snapshot_folder(name, commit).parents[1] / "blobs"
-    begun = sum(part.stat().st_size for part in blobs.glob("*.incomplete"))
+    begun = sum(map(_size_of, blobs.glob("*.incomplete")))
     return max(0, sum(file.file_size or 0 for file in plan if file.will_download) - begun)
+
+
+def _size_of(part: Path) -> int:
+    """Return the bytes of a begun download. Another process may complete it, and rename the file, at any time."""
+    try:
+        return part.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _check_space(name: str, commit: str, files: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.supervisor.placement import RankLocation
+from cluster.supervisor.ray_calls import result_future
 from workers.config import ModelSection, RankConfig
 from workers.rank.actor import node_address
 from workers.rank.checkpoint_holder import CheckpointHolder
@@ -20,6 +21,7 @@ from workers.weights.checkpoint_files import CheckpointError, CheckpointFiles
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 3
+END_S = 5.0  # for the end of the source's server
 
 
 class CheckpointNodesError(CheckpointError):
@@ -81,7 +83,8 @@ async def spread(model: ModelSection, ranks: Mapping[str, Any], own: str) -> Non
         if rank is None:
             await asyncio.to_thread(holder.close)
         else:
-            await _result(rank.end_sharing.remote())
+            # A stopped rank does not answer, and the copies from it have failed; later stages notice a dead one.
+            await asyncio.wait([result_future(rank.end_sharing.remote())], timeout=END_S)
 
 
 async def _fetch(rank: Any) -> None:

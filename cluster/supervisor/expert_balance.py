@@ -36,20 +36,15 @@ class ExpertBalance:
     def __init__(self, look_s: float = LOOK_S) -> None:
         self.layout: ExpertLayout | None = None
         self._look_s = look_s
-        self._planned_at = 0  # step of the last move, in this epoch
-        self._seen = -1  # step of the last load that was looked at
-        self._in_vain: float | None = (
-            None  # busiest rank over the mean in a plan that gained too little
-        )
-        self._looks = 0  # since that plan
+        self._looks = _Looks(None)
         self._task: OwnedTask | None = None
 
     def begin(self, ranks: Sequence[RankHandle], epoch: int, config: RankConfig) -> None:
         """Balance the experts of an epoch that serves, until `end` or the end of a rank."""
         self.end()
-        self._planned_at, self._seen, self._in_vain = 0, -1, None
+        self._looks = _Looks(self.layout)
         if config.experts.rebalance != "off" and not config.dims.alone:
-            work = self._balance(ranks, epoch, config)
+            work = self._balance(self._looks, ranks, epoch, config)
             self._task = OwnedTask(work, _stopped, "balance-experts", may_end=True)
 
     def end(self) -> None:
@@ -58,25 +53,43 @@ class ExpertBalance:
             self._task.cancel()
             self._task = None
 
-    async def _balance(self, ranks: Sequence[RankHandle], epoch: int, config: RankConfig) -> None:
+    async def _balance(
+        self, looks: "_Looks", ranks: Sequence[RankHandle], epoch: int, config: RankConfig
+    ) -> None:
         while True:
             await asyncio.sleep(self._look_s)
             reports = await gather([rank.expert_report.remote(epoch) for rank in ranks])
-            move = await asyncio.to_thread(self._next_move, reports, config.experts.rebalance)
+            move = await asyncio.to_thread(looks.next_move, reports, config.experts.rebalance)
+            self.layout = looks.layout
             if move is not None:
                 logger.info("moving experts of %d layers (move %d)", len(move.layers), move.number)
                 await gather([rank.move_experts.remote(epoch, move) for rank in ranks])
 
-    def _next_move(self, reports: Sequence[ExpertReport], every: str | int) -> ExpertMove | None:
+
+class _Looks:
+    """The looks at the load of one epoch; a thread that still plans when the epoch has ended changes nothing else.
+
+    layout   for the next epoch, as in ExpertBalance
+    seen     step of the last load that was looked at
+    """
+
+    def __init__(self, layout: ExpertLayout | None) -> None:
+        self.layout, self.seen = layout, -1
+        self._planned_at = 0  # step of the last move
+        # Busiest rank over the mean in a plan that gained too little.
+        self._in_vain: float | None = None
+        self._since = 0  # looks since that plan
+
+    def next_move(self, reports: Sequence[ExpertReport], every: str | int) -> ExpertMove | None:
         """Return a move to begin; None while one runs, where the load is not known, or where too little is gained."""
-        if any(report.move for report in reports) or reports[0].step == self._seen:
+        if any(report.move for report in reports) or reports[0].step == self.seen:
             return None
         present = joined(reports)
         if present is None:
             return None
-        self._seen = reports[0].step
+        self.seen = reports[0].step
         self.layout = present if self.layout is None else self._with_known_loads(present)
-        if isinstance(every, int) and self._seen - self._planned_at < every:
+        if isinstance(every, int) and self.seen - self._planned_at < every:
             return None
         present = _without_chance(present)
         before, even = present.busiest()
@@ -87,15 +100,15 @@ class ExpertBalance:
         number = 1 + max(max(report.move, report.ended) for report in reports)
         move = ExpertMove.between(number, present, planned)
         if move is None or (every == "auto" and 1 - after / before < _worthwhile(present)):
-            self._in_vain, self._looks = before / even, 0
+            self._in_vain, self._since = before / even, 0
             return None
-        self._planned_at, self._in_vain, self.layout = self._seen, None, planned
+        self._planned_at, self._in_vain, self.layout = self.seen, None, planned
         return move
 
     def _is_vain(self, imbalance: float) -> bool:
         """Return whether a plan of this load, busiest rank over the mean, would gain as little as the last one."""
-        self._looks += 1
-        if self._in_vain is None or self._looks >= PLAN_AGAIN:
+        self._since += 1
+        if self._in_vain is None or self._since >= PLAN_AGAIN:
             return False
         return imbalance < (1 + MIN_GAIN) * self._in_vain
 

@@ -76,7 +76,7 @@ class Formation:
         await self.stage("processes", self.locate(), guarded=True)
         if roster.config.model.revision is not None or roster.config.fetch_weights:
             fetched = fetch_checkpoint(roster.config, roster.ranks, self._status.locations)
-            await self.stage(CHECKPOINT, fetched, limited=False)
+            await self.stage(CHECKPOINT, fetched, limited=False, guarded=True)
         await self.stage("group", self._join(), guarded=True)
         for stage in start_stages(roster.config.device):
             await self.stage(stage, self.call_all("run_stage", stage), guarded=True)

@@ -300,3 +300,25 @@ def test_the_tokens_of_a_rank_that_leaves_fail_nothing() -> None:
         subject._inbox.close()
 
     asyncio.run(scenario())
+
+
+def test_a_second_leave_may_come_while_the_first_one_closes_the_epoch() -> None:
+    """A network that is back delivers both calls at once."""
+
+    class Leaving(RankActor):
+        @property
+        def _current(self) -> Any:
+            current, self._open = getattr(self, "_open", None), None
+            return current
+
+        @_current.setter
+        def _current(self, epoch: Any) -> None:
+            self._open = epoch
+
+    subject, epoch = Leaving(0, rank_config()), FailedEpoch()
+    subject._current = epoch
+    try:
+        subject._end_waits()
+    finally:
+        subject._inbox.close()
+    assert epoch.may_end.is_set()

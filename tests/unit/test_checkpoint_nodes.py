@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
+from cluster.supervisor import checkpoint_nodes
 from cluster.supervisor.checkpoint_nodes import CheckpointNodesError, spread
 from tests.unit.ray_fakes import FakeHandle
 from workers.config import ModelSection
 from workers.rank.checkpoint_holder import CheckpointHolder
-from workers.weights.checkpoint_copy import CopyAddress
+from workers.weights.checkpoint_copy import CopyAddress, CopyError
 from workers.weights.checkpoint_files import CheckpointFiles, FileFacts
 
 OWN = "127.0.0.9"
@@ -129,3 +131,32 @@ def test_one_node_fetches_a_model_of_the_hub_for_all(tmp_path: Path) -> None:
         run(model, *ranks)
     assert [rank.fetched for rank in ranks] == [1, 0, 0]
     assert [len(rank.copied) for rank in ranks] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("end", ["silent", "dead"])
+def test_a_source_that_is_gone_leaves_the_error_of_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(checkpoint_nodes, "END_S", 0.01)
+    ranks = folders(tmp_path, "b")
+
+    async def end_sharing() -> None:
+        ranks[1].holder.close()
+        if end == "dead":
+            raise ActorDiedError
+        await asyncio.Event().wait()
+
+    async def copy_checkpoint(address: CopyAddress, files: dict[str, FileFacts]) -> None:
+        raise CopyError("cannot be copied from 10.0.0.1")
+
+    monkeypatch.setattr(ranks[1], "end_sharing", end_sharing)
+    for rank in (ranks[0], ranks[2]):
+        monkeypatch.setattr(rank, "copy_checkpoint", copy_checkpoint)
+
+    async def bounded() -> None:
+        handles: dict[str, Any] = {f"10.0.0.{n}": FakeHandle(rank) for n, rank in enumerate(ranks)}
+        async with asyncio.timeout(60):
+            await spread(nowhere(tmp_path), handles, OWN)
+
+    with pytest.raises(CopyError, match="cannot be copied"):
+        asyncio.run(bounded())

@@ -1,6 +1,7 @@
 """When a supervisor moves experts, and the map that it keeps for the next epoch, over ranks without Ray."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -46,14 +47,17 @@ class Rank:
         self.running, self.ended = 0, self.moves[-1].number
 
 
+def every(rebalance: str | int) -> RankConfig:
+    return RankConfig(**rank_config(RANKS).model_dump() | {"experts": {"rebalance": rebalance}})
+
+
 def balanced(
     scenario: Callable[[ExpertBalance, list[Rank]], Any], rebalance: str | int = "auto"
 ) -> None:
     async def run() -> None:
         ranks = [Rank(rank) for rank in range(RANKS)]
         balance = ExpertBalance(look_s=0.002)
-        config = rank_config(RANKS).model_dump() | {"experts": {"rebalance": rebalance}}
-        balance.begin([FakeHandle(rank) for rank in ranks], 3, RankConfig(**config))
+        balance.begin([FakeHandle(rank) for rank in ranks], 3, every(rebalance))
         await scenario(balance, ranks)
         balance.end()
 
@@ -123,7 +127,7 @@ def test_a_load_that_no_plan_makes_more_even_is_planned_once(monkeypatch):
             rank.rows = (9000.0, 10.0, 10.0, 10.0), (750.0,) * 4
         for step in range(96, 96 + 16 * 10, 16):
             ranks[0].step = ranks[1].step = step
-            await until(lambda step=step: balance._seen == step)
+            await until(lambda step=step: balance._looks.seen == step)
         assert not ranks[0].moves and len(plans) == 1
         for rank in ranks:
             rank.rows = (9000.0, 900.0, 900.0, 900.0), (10.0,) * 4
@@ -131,6 +135,42 @@ def test_a_load_that_no_plan_makes_more_even_is_planned_once(monkeypatch):
         await until(lambda: bool(ranks[0].moves))
 
     balanced(scenario)
+
+
+def test_a_plan_that_takes_longer_than_its_epoch_changes_nothing_of_the_next(monkeypatch):
+    planning, ended, planned = threading.Event(), threading.Event(), threading.Event()
+    plan = ExpertLayout.planned
+
+    def slow(layout: ExpertLayout) -> ExpertLayout:
+        planning.set()
+        assert ended.wait(60)
+        return plan(layout)
+
+    def known(*args: Any) -> ExpertMove | None:
+        planned.set()
+        return between(*args)
+
+    between = ExpertMove.between
+    monkeypatch.setattr(ExpertLayout, "planned", slow)
+    monkeypatch.setattr(ExpertMove, "between", known)
+
+    async def scenario(balance: ExpertBalance, ranks: list[Rank]) -> None:
+        for rank in ranks:
+            rank.step = 10_000
+        assert await asyncio.to_thread(planning.wait, 60)
+        monkeypatch.setattr(ExpertLayout, "planned", plan)
+        # Of different moments: the next epoch learns nothing before the plan of this one has ended.
+        ranks[0].step, ranks[1].step = 64, 80
+        before = balance.layout
+        balance.begin([FakeHandle(rank) for rank in ranks], 3, every(100))
+        ended.set()
+        assert await asyncio.to_thread(planned.wait, 60)
+        assert balance.layout is before
+        for rank in ranks:
+            rank.step = 200
+        await until(lambda: all(rank.moves for rank in ranks))
+
+    balanced(scenario, rebalance=100)
 
 
 def test_reports_of_different_moments_are_no_load():

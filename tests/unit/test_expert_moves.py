@@ -3,12 +3,14 @@
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from workers.engine import expert_moves
 from workers.engine.expert_moves import MAX_PAUSE_S, ExpertMoves
+from workers.rank.expert_staging import report
 from workers.specs.expert_layout import ExpertLayout, ExpertMove, LayerLayout
 from workers.step.step_sync import PlanConfig, StepPlan, Vote, decide
 
@@ -266,3 +268,31 @@ def test_a_move_has_the_layers_that_change():
     assert ExpertMove.between(1, present, present) is None
     move = ExpertMove.between(7, present, layout((0, 1), (0, 1), (1, 0)))
     assert move == ExpertMove(7, ((1, (0, 1)), (2, (1, 0))))
+
+
+def test_a_report_shows_no_layer_in_the_middle_of_its_commit():
+    """Its load would be that of other experts, and the next move would be planned by it."""
+    layout = ExpertLayout(2, (0, 1, 2), {0: LayerLayout((0, 1))})
+    process = SimpleNamespace(rank=0, experts=SimpleNamespace(present=layout))
+    stats = SimpleNamespace(experts=SimpleNamespace(recent_Ls=np.array([[7.0]]), step=64))
+    reports = []
+    reader = threading.Thread(target=lambda: reports.append(report(process, moves, stats)))
+
+    class Slow(Stager):
+        def commit(self, staged) -> None:
+            process.experts.present = process.experts.present.with_slots(*staged)
+            reader.start()
+            # Ends as soon as the report is there, which may not be.
+            reader.join(0.05)
+            stats.experts.recent_Ls[0] = 0
+
+    ranks = Ranks(1)
+    ranks.stagers = [Slow()]
+    ranks.moves = [moves] = [ExpertMoves(*ranks.stagers)]
+    ranks.begin(1, (1, 0), layers=[0])
+    ranks.staged()
+    assert ranks.step().move_commit == 1
+    reader.join()
+    (found,) = reports
+    assert found.layout.layers[0].slots == (1, 0) and found.rows == {0: (0.0,)}
+    ranks.close()

@@ -149,6 +149,22 @@ def test_a_rank_that_is_silent_in_a_rebuild_is_replaced_in_the_next(stage):
     run(scenario())
 
 
+def test_a_rank_that_is_silent_as_it_fetches_the_checkpoint_is_replaced_in_the_next():
+    async def scenario() -> None:
+        now = Scene(hang_timeout_s=0.05)
+        roster = now.group._roster
+        model = roster.config.model.model_copy(update={"revision": "0" * 40})
+        roster.config = roster.wanted = roster.config.model_copy(update={"model": model})
+        await now.serving(0)
+        now.ranks[0].hang |= {"fetch_checkpoint", "pulse"}
+        now.kill(1)
+        await now.serving(2)
+        assert now.launcher.replaced == [1, 0]
+        await now.close()
+
+    run(scenario())
+
+
 def test_a_death_during_a_rebuild_begins_another():
     async def scenario() -> None:
         now = Scene()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kernels.host.owned import start_thread
@@ -87,6 +88,10 @@ class ExpertMoves:
     def ended(self) -> int:
         """The number of the last move that has ended; 0 before the first."""
         return self._ended
+
+    def between_commits(self) -> AbstractContextManager[object]:
+        """Return what keeps layers from being committed, for a short time."""
+        return self._changed
 
     def begin(self, move: ExpertMove) -> None:
         """Begin to stage a move. One that was cancelled meanwhile is ignored.

@@ -230,8 +230,8 @@ class RankActor:
         """End the waits for peers of the thread that joins or runs a stage. Peers fail as rank 0 closes its store."""
         self._left.set()
         self._store = None
-        if self._current is not None:
-            self._current.abort()
+        if (current := self._current) is not None:
+            current.abort()
 
     def _close_epoch(self) -> None:
         current, self._current = self._current, None

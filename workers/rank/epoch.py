@@ -348,13 +348,13 @@ class Epoch:
 
         Results of steps in flight are then undefined. The engine raises LockstepError at its next vote.
         """
-        self.failed, parts = True, self._parts
+        self.failed, parts, shared = True, self._parts, self._peers.shared_memory
         if parts.engine is not None:
             parts.engine.discard_outputs()  # before the waits end
         if parts.vote is not None:
             parts.vote.abort()
-        if self._peers.shared_memory is not None:
-            self._peers.shared_memory.abort()
+        if shared is not None:
+            shared.abort()
         if parts.ubatches is not None:
             parts.ubatches.abort()
         if parts.backends is not None:

@@ -160,8 +160,8 @@ class ExpertStager:
 
 def report(process: RankProcess, moves: ExpertMoves, stats: EngineStats) -> ExpertReport:
     """Return where the experts are and their load, while the engine serves; from any thread."""
-    while True:  # until no layer is committed in between
-        committed = moves.committed
+    # In the middle of a commit the layer has its new map and the load of its old one.
+    with moves.between_commits():
         present, recent_Ls, step = (
             process.experts.present,
             stats.experts.recent_Ls,
@@ -170,8 +170,7 @@ def report(process: RankProcess, moves: ExpertMoves, stats: EngineStats) -> Expe
         rows = {}
         if recent_Ls is not None:
             rows = {layer: tuple(recent_Ls[layer].tolist()) for layer in present.layers}
-        if moves.committed == committed:
-            return ExpertReport(process.rank, step, present, rows, moves.number, moves.ended)
+        return ExpertReport(process.rank, step, present, rows, moves.number, moves.ended)
 
 
 def begin_serving(
