@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -175,12 +175,12 @@ def begin_lease(there: Node, link: SourceLink) -> None:
 def test_a_lease_pins_contents_until_its_reader_ends_it_or_sends_no_beat() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     with node() as there:
-        with SourceLink(context, there.fetcher.source) as link:
+        with closing(SourceLink(context, there.fetcher.source)) as link:
             begin_lease(there, link)
             assert not all_units_are_free(there)
         wait_for(lambda: all_units_are_free(there), "the reader ends its lease")
     limits = replace(PATIENT, lease_s=0.5)
-    with node(limits=limits) as there, SourceLink(context, there.fetcher.source) as link:
+    with node(limits=limits) as there, closing(SourceLink(context, there.fetcher.source)) as link:
         begin_lease(there, link)
         wait_for(lambda: all_units_are_free(there), "the lease ends without beats")
 
@@ -231,7 +231,8 @@ def test_a_source_that_ends_or_stops_in_the_middle_of_a_read(how: str, tmp_path:
         there.case.run(Transfer(items), load=False)
         names = ",".join(item.key.hex() for item in items)
         form = there.case.contents.compatibility.hex(), str(there.case.tier._unit_bytes)
-        arguments = [there.fetcher.source, str(there.pid), how, names, *form]
+        pid = there.pid
+        arguments = [there.fetcher.source, str(pid), how, names, *form]
         try:
             # Its keeper holds the output open until the process is reaped, so the output is no pipe.
             subprocess.run(
@@ -244,5 +245,5 @@ def test_a_source_that_ends_or_stops_in_the_middle_of_a_read(how: str, tmp_path:
             )
         finally:
             with suppress(ProcessLookupError):
-                os.kill(there.pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGCONT)
     assert "failed set() 3" in output.read_text(), output.read_text()

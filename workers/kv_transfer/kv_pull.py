@@ -7,6 +7,7 @@ fetch that ends in the middle has brought a beginning. Imports no torch.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from workers.kv_transfer.connector import Item
@@ -99,7 +100,7 @@ class Pull:
         items = sorted(job.items, key=lambda item: item.number)
         wait_s = min(self._limits.answer_s, job.until - time.monotonic())
         try:
-            with connect(job.source) as link:
+            with closing(connect(job.source)) as link:
                 source, held = link.find(job.form, [item.name for item in items], wait_s)
                 self._take(link, source, list(zip(items, held, strict=True)))
         except RefusedError as error:

@@ -12,8 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -195,15 +194,7 @@ class SourceLink:
             self._beat_at = time.monotonic() + BEAT_S
             self._send("beat")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """End the lease. A source that does not take the message ends it by itself."""
         self._send("end")
         self._socket.close(linger=1000)
