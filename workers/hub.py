@@ -147,12 +147,12 @@ def _missing_bytes(name: str, commit: str, files: Sequence[str]) -> int:
     with _reasons(name, commit), _no_bars():
         plan = snapshot_download(name, revision=commit, allow_patterns=list(files), dry_run=True)
     blobs = snapshot_folder(name, commit).parents[1] / "blobs"
-    begun = sum(map(_size_of, blobs.glob("*.incomplete")))
+    begun = sum(map(part_bytes, blobs.glob("*.incomplete")))
     return max(0, sum(file.file_size or 0 for file in plan if file.will_download) - begun)
 
 
-def _size_of(part: Path) -> int:
-    """Return the bytes of a begun download. Another process may complete it, and rename the file, at any time."""
+def part_bytes(part: Path) -> int:
+    """Return the bytes of a begun file, 0 without one. Another process may complete and rename it at any time."""
     try:
         return part.stat().st_size
     except FileNotFoundError:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.host.owned import start_thread
+from workers.hub import part_bytes
 from workers.weights.checkpoint_files import CheckpointError, FileFacts
 
 logger = logging.getLogger(__name__)
@@ -116,17 +117,9 @@ def _part_of(target: Path) -> Path:
     return target.with_name(f"{target.name}.part")
 
 
-def _size_of(part: Path) -> int:
-    """Return the bytes of a begun copy, 0 without one. Another process may rename the part at any time."""
-    try:
-        return part.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
 def _check_space(folder: Path, lacking: Mapping[str, FileFacts]) -> None:
     needed = sum(facts.size for facts in lacking.values())
-    needed -= sum(_size_of(_part_of(folder / name)) for name in lacking)
+    needed -= sum(part_bytes(_part_of(folder / name)) for name in lacking)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CopyError(
