@@ -17,6 +17,7 @@ import pytest
 from tests.distributed.engine_harness import make_request
 from tests.distributed.test_hand_over import (
     BLOCK,
+    FAMILY_CASES,
     NEW,
     PROMPT,
     PROMPT_IDS,
@@ -28,15 +29,13 @@ from tests.distributed.test_hand_over import (
     sides,
     whole_of,
 )
-from tests.family_cases import SAME_MODEL, VARIANTS, family_checkpoint
+from tests.family_cases import family_checkpoint
 from tests.kv_nodes import OVER_TCP, PATIENT, wait_for
 from workers.kv_transfer import nixl_fetcher
 from workers.kv_transfer.nixl_fetcher import NixlFetcher
 from workers.kv_transfer.nixl_memory import nixl_missing
 
 pytestmark = pytest.mark.skipif(nixl_missing() is not None, reason=str(nixl_missing()))
-FAMILIES = [family for family in VARIANTS if family not in SAME_MODEL]
-FAST = ("qwen3_moe", "gpt_oss", "qwen3_next")
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +69,7 @@ def kill_process(side: Side) -> None:
         os.kill(process._popen.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        family if family in FAST else pytest.param(family, marks=pytest.mark.exhaustive)
-        for family in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_an_engine_of_another_node_goes_on_behind_the_prompt(tmp_path: Path, family: str) -> None:
     checkpoint = family_checkpoint(tmp_path, family, "untied")
     sampled = {"temperature": 0.8, "seed": 5}

@@ -177,12 +177,18 @@ def serves_again(now: Bed, fetched: float) -> float:
     return wait_for(tried, "KV is fetched again")
 
 
-def cut_in_the_middle(now: Bed, fetched: float) -> float:
+def stop_in_a_read(now: Bed) -> tuple[list[int], list[int], str]:
+    """Return a prompt, its first token and where its KV is, while the decode host waits in the middle of a read."""
     ids = now.prompt()
     tokens, source = now.prefill(ids)
     now.hold()
     now.begin_decode(ids, tokens, source)
     now.wait_held()
+    return ids, tokens, source
+
+
+def cut_in_the_middle(now: Bed, fetched: float) -> float:
+    ids, tokens, _ = stop_in_a_read(now)
     now.hosts.cut()
     now.go()
     began = time.monotonic()
@@ -203,11 +209,7 @@ def cut_in_the_middle(now: Bed, fetched: float) -> float:
 
 
 def end_prefill_host_in_the_middle(now: Bed, fetched: float) -> float:
-    ids = now.prompt()
-    tokens, source = now.prefill(ids)
-    now.hold()
-    now.begin_decode(ids, tokens, source)
-    now.wait_held()
+    ids, tokens, _ = stop_in_a_read(now)
     now.engines[PREFILL].kill()
     wait_for(lambda: not source_lives(now), "the processes of the prefill host end")
     now.go()
@@ -229,11 +231,7 @@ def source_lives(now: Bed) -> bool:
 
 
 def end_decode_host_in_the_middle(now: Bed, fetched: float) -> float:
-    ids = now.prompt()
-    tokens, source = now.prefill(ids)
-    now.hold()
-    now.begin_decode(ids, tokens, source)
-    now.wait_held()
+    ids, tokens, source = stop_in_a_read(now)
     now.engines[DECODE].kill()
     now.go()
     now.start(DECODE)

@@ -22,6 +22,10 @@ from workers.wire.request import EngineRequest, RequestOutput
 BLOCK, PROMPT, NEW = 8, 203, 12
 FAMILIES = [family for family in VARIANTS if family not in SAME_MODEL]
 FAST = ("qwen3_moe", "gpt_oss", "qwen3_next")
+FAMILY_CASES = [
+    family if family in FAST else pytest.param(family, marks=pytest.mark.exhaustive)
+    for family in FAMILIES
+]
 WAIT_S = 60.0
 
 
@@ -96,13 +100,7 @@ def ids_of(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        family if family in FAST else pytest.param(family, marks=pytest.mark.exhaustive)
-        for family in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_another_engine_goes_on_behind_the_prompt(tmp_path: Path, family: str) -> None:
     checkpoint = family_checkpoint(tmp_path, family, "untied")
     sampled = {"temperature": 0.8, "seed": 5}
