@@ -129,14 +129,14 @@ class LinearAttention(Backend):
         return max((spec.num_drafts for spec in self.specs), default=0)
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots of all layers; no target is a source, and no source has accepted drafts."""
+        """Copy slots of all layers; no target is a source, no source has accepted drafts. The host does not wait."""
         if not sources or not self.states:
             return
         device = self.states[0].state.device
-        pairs = torch.tensor((tuple(sources), tuple(targets)), dtype=torch.int64).to(device)
+        source_N, target_N = ship(np.array((sources, targets), dtype=np.int64), device)
         for pool in self.states:
             for slots in (pool.conv, pool.state):
-                slots[pairs[1]] = slots[pairs[0]]
+                slots[target_N] = slots[source_N]
         accepted = self.states[0].accepted
         if self.num_drafts and (rows := [slot for slot in targets if slot < len(accepted)]):
             accepted[ship(np.array(rows), device)] = 0

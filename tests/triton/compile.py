@@ -112,6 +112,8 @@ class Forms:
         for size in SIZES:
             for offset in OFFSETS:
                 case(Inputs(DEVICE, size, offset))
+                if COMPILED:
+                    torch.cuda.synchronize()  # what went wrong there is told here
         knobs.runtime.jit_cache_hook = None
         found = list(self.seen.values())
         return {"first": found[:num_first], "later": found[num_first:]}
@@ -183,8 +185,6 @@ def main() -> None:
     with nullcontext([]) if COMPILED else nothing_runs() as compiled:
         forms = {name: forms_in.of(case) for name, case in CASES.items()}
     kernels = [it for it in compiled if it is not None]
-    if COMPILED:
-        torch.cuda.synchronize()  # what went wrong there is told here
     needs = {name: needs_of(LAUNCHES[name], kernels) for name in launches}
     widened = sorted({it.name for it in kernels if rounds_and_widens(it.asm["ttgir"])})
     print(json.dumps({"forms": forms, "needs": needs, "widened": widened}))

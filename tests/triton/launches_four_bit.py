@@ -18,6 +18,13 @@ MXFP4, INT4 = FourBitFormat("mxfp4", 32), FourBitFormat("int4", 128)
 ORDERED = FourBitFormat("int4", 64, zeros=True, ordered=True)
 
 
+def _in_order(*weights: FourBitWeights) -> None:
+    """Fill in the columns' order of new weights, because kernels on a GPU read and write by it."""
+    for it in weights:
+        if it.order is not None:
+            it.order.copy_(torch.arange(it.order.shape[-1], device=it.order.device))
+
+
 def _products(at: Inputs, form: FourBitFormat, *, biases: bool = False) -> None:
     """`EXPERTS` rows, whatever their number, as the choice of tiles goes by."""
     routing = route_on_device(at.ids(), range(EXPERTS), num_experts=EXPERTS)
@@ -29,6 +36,7 @@ def _products(at: Inputs, form: FourBitFormat, *, biases: bool = False) -> None:
         gemm.empty_weights(EXPERTS, 2 * width, width, **new),
         gemm.empty_weights(EXPERTS, width, width, **new),
     )
+    _in_order(*weights)
     bias = torch.zeros(EXPERTS, 2 * width, **new)
     added = (bias, bias[:, :width].contiguous()) if biases else None
     rows = ExpertInput(at.rows(width), routing.offs_e, None, routing)
@@ -39,6 +47,7 @@ def _expanded(at: Inputs, form: FourBitFormat) -> None:
     from kernels.triton.expand_four_bit import expand_four_bit
 
     weights = FourBitWeights.empty(form, 2 * WIDTH, WIDTH, device=at.device, tiled=True)
+    _in_order(weights)
     expand_four_bit(weights, torch.bfloat16)
 
 
