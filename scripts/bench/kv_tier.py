@@ -215,6 +215,7 @@ def settings_of(options: argparse.Namespace, *, tier: bool) -> list[str]:
     num_blocks = options.num_blocks or max(quarter, -(-longest // block) + 1)
     return [
         f"cluster.ranks={ranks}",
+        "cache.prefix_caching=true",
         f"cache.block_size={block}",
         f"cache.num_blocks={num_blocks}",
         f"cache.host_memory_gib={options.host_gib if tier else 0}",
