@@ -64,8 +64,6 @@ def main() -> None:
             if "latents" in args.kinds:
                 for model, spec in LATENTS.items():
                     found += time_latents(model, spec, rows, keys, args)
-            for line in found:
-                print(json.dumps(line), flush=True)
             report["decodes"] += found
             save(args.out, report)
 
@@ -155,6 +153,7 @@ def timed(
             us = str(error).splitlines()[0]
         form = {**asdict(variant.form), "programs": variant.programs}
         found.append(line_of(label, spec, rows, keys, form, us, flops, args))
+        print(json.dumps(found[-1]), flush=True)
     return found
 
 

@@ -46,7 +46,7 @@ def main() -> None:
     options = parse()
     if not options.redraw:
         with tempfile.TemporaryDirectory(prefix="phalanx-adapters-") as folder:
-            results.save(options.out, measure(options, Path(folder)))
+            measure(options, Path(folder))
     results.write(options.out, results.load(options.out), page)
     print(options.out.with_suffix(".md").read_text())
 
@@ -76,8 +76,8 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the report of both servers."""
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Measure both servers, and save the results behind each load."""
     with model_settings(options) as (model, published):
         settings = [f"cluster.ranks={options.ranks}", *model, *options.set]
         names = [f"adapter-{number}" for number in range(options.lora + 1)]
@@ -93,30 +93,31 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             f"lora.adapters={json.dumps(adapters)}",
         ]
         log = options.log or folder / "server.log"
-        base = serve(options, settings, log, {"without LoRA": []})
+        report = {"method": __doc__, "published_tokenizer": published, "loads": {}, "swaps": {}}
+        report |= {"rank": options.rank, "targets": options.targets}
+        report["swap"] = dict(zip(("streams", "tokens", "requests"), options.swap, strict=True))
+        serve(options, settings, log, report, {"without LoRA": []})
         uses = {"no adapter": [], "1 adapter": names[:1]}
         uses[f"{options.lora} adapters"] = names[: options.lora]
         log = log.with_suffix(".lora.log")
-        served = serve(options, [*settings, *with_lora], log, uses, names)
-    loads = base["loads"] | served["loads"]
-    report = {"method": __doc__, **made_at(options, served), "published_tokenizer": published}
-    report |= {"rank": options.rank, "targets": options.targets, **served, "loads": loads}
-    report["swap"] = dict(zip(("streams", "tokens", "requests"), options.swap, strict=True))
-    return report
+        serve(options, [*settings, *with_lora], log, report, uses, names)
 
 
 def write_adapters(model: str, lora: LoraConfig, folders: list[Path]) -> None:
-    """Write random adapters of every module, in bfloat16."""
+    """Write random adapters of every module, in bfloat16. All have the weights of the first: their speed is equal."""
     shapes = AdapterLayout.of(load_model_config(model), lora).module_shapes()
-    for seed, folder in enumerate(folders):
+    source, tensors = torch.Generator().manual_seed(0), {}
+    for name, (rows, columns) in shapes.items():
+        for part, shape in (("A", (lora.max_rank, columns)), ("B", (rows, lora.max_rank))):
+            values = torch.randn(shape, generator=source) / columns**0.5
+            tensors[f"base_model.model.model.{name}.lora_{part}.weight"] = values.bfloat16()
+    for folder in folders:
         folder.mkdir()
-        source = torch.Generator().manual_seed(seed)
-        tensors = {}
-        for name, (rows, columns) in shapes.items():
-            for part, shape in (("A", (lora.max_rank, columns)), ("B", (rows, lora.max_rank))):
-                values = torch.randn(shape, generator=source) / columns**0.5
-                tensors[f"base_model.model.model.{name}.lora_{part}.weight"] = values.bfloat16()
-        save_file(tensors, folder / "adapter_model.safetensors")
+        weights = folder / "adapter_model.safetensors"
+        if folder == folders[0]:
+            save_file(tensors, weights)
+        else:
+            weights.hardlink_to(folders[0] / weights.name)
         written = {"peft_type": "LORA", "r": lora.max_rank, "lora_alpha": lora.max_rank}
         (folder / "adapter_config.json").write_text(json.dumps(written))
 
@@ -125,11 +126,13 @@ def serve(
     options: argparse.Namespace,
     settings: list[str],
     log: Path,
+    report: dict[str, Any],
     uses: dict[str, list[str]],
     swapped: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> None:
     """Start a server, run the load once for each of `uses`, names of models in turn, stop it.
 
+    report    gets the results, and is saved behind each
     swapped   adapters of which one more is used than there are slots
     """
     found, port = resolved(options.config, settings), free_port()
@@ -138,16 +141,18 @@ def serve(
     server = ServerProcess(command, port, name, log, START_TIMEOUT_S)
     try:
         (load,) = make_loads(options)
-        loads = {
-            use: run_load(server, replace(load, models=tuple(models)), found)
-            for use, models in uses.items()
-        }
-        swaps = measure_swaps(server.url, name, swapped, SwapLoad(*options.swap)) if swapped else {}
+        named = {**found["config"]["model"], "path": Path(found["config"]["model"]["path"]).name}
+        report |= made_at(options, {"resolved": found})
+        report["resolved"] = {**found, "config": {**found["config"], "model": named}}
+        report["start_to_first_answer_s"] = round(server.start_s, 2)
+        for use, models in uses.items():
+            report["loads"][use] = run_load(server, replace(load, models=tuple(models)), found)
+            results.save(options.out, report)
+        if swapped:
+            report["swaps"] = measure_swaps(server.url, name, swapped, SwapLoad(*options.swap))
+            results.save(options.out, report)
     finally:
         server.stop()
-    found["config"]["model"]["path"] = Path(found["config"]["model"]["path"]).name
-    start_s = round(server.start_s, 2)
-    return {"start_to_first_answer_s": start_s, "loads": loads, "swaps": swaps, "resolved": found}
 
 
 def page(report: dict[str, Any], _name: str) -> str:

@@ -67,12 +67,7 @@ def main() -> None:
             tower = epoch.model.vision
             assert tower is not None, "the model has a vision tower"
             images = ImageMaker(tower.spec, side)
-            report |= measure(client, tower, images, options, report)
-    save(options.out, report)
-    print(json.dumps({name: report[name] for name in MEASURED}, indent=1))
-
-
-MEASURED = ("tower", "one_image_each", "streams", "same_image")
+            measure(client, tower, images, options, report)
 
 
 def write_model(parent: Path, options: argparse.Namespace) -> Path:
@@ -90,17 +85,23 @@ def measure(
     images: ImageMaker,
     options: argparse.Namespace,
     report: Found,
-) -> Found:
-    """Return what was measured, by MEASURED."""
+) -> None:
+    """Measure all parts; each is printed, and saved in the report."""
     rate = Hardware.of(report["hardware"]["gpus"]).flops
     small, seconds = options.small, options.seconds or (2.0 if options.small else 30.0)
     text, output = (16, 8) if small else (256, 128)
     in_flight, streams = (4, 4) if small else (32, 64)
-    alone = tower_alone(tower, images, rate, turns=1 if small else 10)
-    each = one_image_each(client, images, in_flight, text, output, turns=1 if small else 4)
-    beside = text_streams(client, images, streams, text, seconds, per_second=2.0)
-    again = same_image(client, images, text, count=3 if small else 20)
-    return dict(zip(MEASURED, (alone, each, beside, again), strict=True))
+    turns, count = (1, 3) if small else (4, 20)
+    parts: dict[str, Callable[[], Found]] = {
+        "tower": lambda: tower_alone(tower, images, rate, turns=1 if small else 10),
+        "one_image_each": lambda: one_image_each(client, images, in_flight, text, output, turns),
+        "streams": lambda: text_streams(client, images, streams, text, seconds, per_second=2.0),
+        "same_image": lambda: same_image(client, images, text, count),
+    }
+    for name, part in parts.items():
+        report[name] = part()
+        print(json.dumps({name: report[name]}, indent=1), flush=True)
+        save(options.out, report)
 
 
 def flops(spec: VisionSpec, num_patches: int, num_images: int) -> float:

@@ -231,10 +231,12 @@ async def measure(server: ServerProcess, options: argparse.Namespace, model: str
         base_url=server.url, timeout=TIMEOUT_S, limits=limits, trust_env=False
     ) as client:
         bench, found = Bench(options, client, model, server), dict[str, Any]()
-        found["sessions"] = await bench.sessions()
-        found["counters"] = await bench.counters()
-        for part in options.parts:
+        for part in ("sessions", *options.parts):
             found[part] = await getattr(bench, part)()
+            told = {key: it for key, it in found[part].items() if key != "texts"}
+            print(json.dumps({part: told}), file=sys.stderr, flush=True)
+            if part == "sessions":
+                found["counters"] = await bench.counters()
             if part == "kill":
                 found["counters_after_kill"] = await bench.counters()
         return found
@@ -250,6 +252,7 @@ def serve(options: argparse.Namespace, *, tier: bool) -> dict[str, Any]:
         assert model is not None
         try:
             server = ServerProcess(command, port, model, log, options.start_timeout_s)
+            print(f"first answer after {server.start_s:.1f} s", file=sys.stderr, flush=True)
             try:
                 return {"settings": settings, **asyncio.run(measure(server, options, model))}
             finally:
@@ -320,9 +323,11 @@ def main() -> None:
     }
     measured = subprocess.run([sys.executable, "-c", LINK], capture_output=True, check=True)
     report["link_bytes_s"] = link = float(measured.stdout)
-    on, off = serve(options, tier=True), serve(options, tier=False)
-    report["ratios"] = compare(on, off, link)
-    report["servers"] = {"host tier": on, "without": off}
+    report["servers"] = servers = {}
+    for name, tier in (("host tier", True), ("without", False)):
+        servers[name] = serve(options, tier=tier)
+        results.save(options.out, report)
+    report["ratios"] = compare(servers["host tier"], servers["without"], link)
     results.save(options.out, report)
     print(json.dumps(report["ratios"], indent=1))
 
