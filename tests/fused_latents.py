@@ -31,7 +31,7 @@ class FusedRows(LatentRows):
     def attend(self, attention: Attention, layer: int) -> torch.Tensor:
         """Store and attend; keep the stored latents for `dense`."""
         attention.store_latents(self.q, self.new, layer, self.rotation, self.norm, 1e-6)
-        return attention.attend_latent(self.q, self.new, self.kv_up, layer)
+        return attention.attend_latent(self.q, self.new, self.heads, layer)
 
     def keep_stored(self, seqs: Seqs) -> None:
         """Take over the new latents as they were stored."""
@@ -51,15 +51,20 @@ def check(
     graph: int = 0,
     groups: Groups = (),
     form: GraphForm | None = None,
+    adapters: bool = False,
 ) -> None:
     """Run one batch through all layers; with `graph`, planned as for a graph of that many rows.
 
+    adapters of the sequences, beside the up-projection of the latents
     groups   of decodes that share blocks
     form     of the graph; None: the one that shares for groups, otherwise the one for any decodes
     """
     padding = graph - sum(new for _, new in seqs) if graph else padding
     pages = Pages(seqs, [], attention.block_size, DTYPE, padding)
     layers = [FusedRows(pages, spec, padding, device) for spec in attention.specs]
+    if adapters:
+        for layer in layers:
+            layer.give_adapters(pages)
     share_latents(pages, layers, groups)
     pages.block_table, pages.slots = pages.block_table.to(device), pages.slots.to(device)
     attention.bind([layer.cache for layer in layers])

@@ -10,6 +10,7 @@ from enum import IntEnum
 import torch
 
 from kernels.attention.batch import AttentionBatch as AttentionBatch
+from kernels.attention.latent_up import LatentHeads
 from kernels.attention.shared_prefixes import SharedPrefixes, SharingCost, find_shared
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.backend import Backend, BackendShape
@@ -215,7 +216,7 @@ class Attention(Backend):
         raise NotImplementedError(f"{self.name} has no fused store of latents")
 
     def attend_latent(
-        self, q_THd: torch.Tensor, latent_TW: torch.Tensor, kv_up_HuC: torch.Tensor, layer: int
+        self, q_THd: torch.Tensor, latent_TW: torch.Tensor, heads: LatentHeads, layer: int
     ) -> torch.Tensor:
         """Write latents to the cache, attend from each new token to its sequence; return o [T, H, value_dim].
 
@@ -223,7 +224,7 @@ class Attention(Backend):
 
         q        [T, H, nope_dim + rope_dim], the last part rotated
         latent   [T, rank + rope_dim]: the normed latent, then the rotated key that all heads share
-        kv_up    [H, nope_dim + value_dim, rank]: the weights that make each head's K and V of a latent
+        heads    the product that makes each head's K and V of a latent
         """
         raise NotImplementedError(f"{self.name} has no latent attention")
 

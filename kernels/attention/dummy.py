@@ -8,6 +8,7 @@ import torch
 from kernels.attention.base import Attention, AttentionBatch
 from kernels.attention.fp8_latents import latent_parts
 from kernels.attention.fp8_pages import Fp8Pages
+from kernels.attention.latent_up import LatentHeads
 
 
 class DummyAttention(Attention):
@@ -71,7 +72,7 @@ class DummyAttention(Attention):
         store_latents(q_THd, latent_TW, norm_C, eps, rotation_T1r, self._slots, *parts)
 
     def attend_latent(
-        self, q_THd: torch.Tensor, latent_TW: torch.Tensor, kv_up_HuC: torch.Tensor, layer: int
+        self, q_THd: torch.Tensor, latent_TW: torch.Tensor, heads: LatentHeads, layer: int
     ) -> torch.Tensor:
         latent = self.specs[layer].mla
         assert latent is not None

@@ -8,13 +8,13 @@ T tokens, H heads, n and r unrotated and rotated values of a head of q and k, d 
 u = n + v, C values of a latent, W = C + r, B decodes, M rows of prompts, L keys of a chunk.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from kernels.attention.base import AttentionBatch, GraphAttention, GraphForm
 from kernels.attention.context_chunks import Piece, chunk_limit, cut_contexts
@@ -23,8 +23,10 @@ from kernels.attention.flashinfer_decodes import Pages
 from kernels.attention.flashinfer_mla_shared import PAIRED_ROWS, SharedLatents, own_latents
 from kernels.attention.flashinfer_modules import compile_missing, latent_modules
 from kernels.attention.fp8_latents import latent_parts
+from kernels.attention.latent_up import LatentHeads
 from kernels.attention.shared_prefixes import SharingCost
 from kernels.host.hopper import on_hopper
+from kernels.host.host_copy import to_device
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.backend import BackendShape
 from kernels.pending import wait_previous_ubatch
@@ -42,11 +44,24 @@ MOST_SHARING_HEADS = 64
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of the prompts, counted from the first one, that attend to computed tokens in `slots`, int64 [L]."""
+    """Rows of the prompts, counted from the first one, that attend to computed tokens in `slots`, int64 [L].
+
+    firsts   first of `rows` of each sequence
+    counts   computed tokens of each
+    """
 
     rows: slice
     slots: torch.Tensor
     wrapper: Any
+    firsts: np.ndarray
+    counts: np.ndarray
+
+    def adapters(self, slots_M: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the slots of the adapters of the computed tokens, int64 [L], of those of all rows."""
+        if slots_M is None:
+            return None
+        firsts, counts = (to_device(it, slots_M.device) for it in (self.firsts, self.counts))
+        return slots_M[firsts].repeat_interleave(counts, output_size=len(self.slots))
 
 
 class FlashInferMlaAttention(GraphAttention):
@@ -259,7 +274,10 @@ class FlashInferMlaAttention(GraphAttention):
             keys = np.cumsum([0, *(piece.end - piece.start for piece in pieces)], dtype=np.int32)
             self._plan_prompts(wrapper, rows - rows[0], keys, causal=False)
             slots = torch.cat([self._slots_of(batch.block_table[first:], it) for it in pieces])
-            self._chunks.append(Chunk(slice(int(rows[0]), int(rows[-1])), slots, wrapper))
+            chunk = slice(int(rows[0]), int(rows[-1])), slots, wrapper
+            self._chunks.append(
+                Chunk(*chunk, rows[:-1].astype(np.int64), np.diff(keys).astype(np.int64))
+            )
 
     def _slots_of(self, block_table: torch.Tensor, piece: Piece) -> torch.Tensor:
         """Return int64 [tokens of the piece], the slots of its tokens."""
@@ -282,28 +300,32 @@ class FlashInferMlaAttention(GraphAttention):
         wait_previous_ubatch()
 
     def attend_latent(
-        self, q_THd: torch.Tensor, latent_TW: torch.Tensor, kv_up_HuC: torch.Tensor, layer: int
+        self, q_THd: torch.Tensor, latent_TW: torch.Tensor, heads: LatentHeads, layer: int
     ) -> torch.Tensor:
         out_THv = q_THd.new_empty(*q_THd.shape[:2], self.dims.value_dim)
         split, end = self._num_decodes, self._num_rows
         assert end <= len(q_THd), (end, len(q_THd))
         if split:
-            self._decode(q_THd[:split], kv_up_HuC, layer, out_THv[:split])
+            self._decode(q_THd[:split], heads, layer, out_THv[:split])
         if split < end:
             prompts = slice(split, end)
-            self._extend(q_THd[prompts], latent_TW[prompts], kv_up_HuC, layer, out_THv[prompts])
+            expand = partial(self._expand, heads)
+            slots_M = heads.slots(prompts)
+            self._extend(
+                q_THd[prompts], latent_TW[prompts], expand, slots_M, layer, out_THv[prompts]
+            )
         if end < len(q_THd):
             out_THv[end:] = 0
         return out_THv
 
     def _decode(
-        self, q_BHd: torch.Tensor, kv_up_HuC: torch.Tensor, layer: int, out_BHv: torch.Tensor
+        self, q_BHd: torch.Tensor, heads: LatentHeads, layer: int, out_BHv: torch.Tensor
     ) -> None:
         """Write the attention of the planned decodes to out_BHv."""
         nope = self.dims.nope_dim
-        q_HBC = torch.bmm(q_BHd[..., :nope].transpose(0, 1), kv_up_HuC[:, :nope])
+        q_HBC = heads.absorb(q_BHd, nope)
         o_HBC = self._attend_absorbed(q_HBC, q_BHd[..., nope:], layer)
-        torch.bmm(o_HBC, kv_up_HuC[:, nope:].transpose(1, 2), out=out_BHv.transpose(0, 1))
+        heads.values(o_HBC, nope, out_BHv)
 
     def _attend_absorbed(
         self, q_HBC: torch.Tensor, rope_BHr: torch.Tensor, layer: int
@@ -326,12 +348,13 @@ class FlashInferMlaAttention(GraphAttention):
         self,
         q_MHd: torch.Tensor,
         latent_MW: torch.Tensor,
-        kv_up_HuC: torch.Tensor,
+        expand: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        slots_M: torch.Tensor | None,
         layer: int,
         out_MHv: torch.Tensor,
     ) -> None:
-        """Write the attention of the planned prompts to out_MHv."""
-        kv = self._expand(latent_MW, kv_up_HuC)
+        """Write the attention of the planned prompts to out_MHv; slots_M as LatentHeads.slots."""
+        kv = expand(latent_MW, slots_M)
         if not self._chunks:
             self._new_rows.run(q_MHd, *kv, out=out_MHv)
             return
@@ -339,7 +362,7 @@ class FlashInferMlaAttention(GraphAttention):
         del kv  # its memory is enough for a chunk
         for chunk in self._chunks:
             rows = chunk.rows
-            kv = self._expand(self._cached(layer, chunk.slots), kv_up_HuC)
+            kv = expand(self._cached(layer, chunk.slots), chunk.adapters(slots_M))
             found = chunk.wrapper.run(q_MHd[rows], *kv, return_lse=True)
             self._merge_attention(out_MHv[rows], lse_MH[rows], *found)
             del kv, found
@@ -349,13 +372,11 @@ class FlashInferMlaAttention(GraphAttention):
         return self.kv_caches[layer].view(-1, self.dims.width).index_select(0, slots)
 
     def _expand(
-        self, latent_LW: torch.Tensor, kv_up_HuC: torch.Tensor
+        self, heads: LatentHeads, latent_LW: torch.Tensor, slots_L: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the heads of K [L, H, d] and V [L, H, v], a view."""
+        """Return the heads of K [L, H, d] and V [L, H, v], a view; slots_L as LatentHeads.expand."""
         rank, nope = self.dims.rank, self.dims.nope_dim
-        kv_LHu = F.linear(latent_LW[:, :rank], kv_up_HuC.flatten(0, 1)).view(
-            len(latent_LW), *kv_up_HuC.shape[:2]
-        )
+        kv_LHu = heads.expand(latent_LW[:, :rank], slots_L)
         return self._expand_keys(kv_LHu, latent_LW[:, rank:], nope), kv_LHu[..., nope:]
 
     def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:

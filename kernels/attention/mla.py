@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from kernels.attention.base import Attention
 from kernels.attention.latent_cache import Fp8LatentCache, LatentCache
+from kernels.attention.latent_up import LatentHeads
 from kernels.attention.partial import merge_partial, partial_attention
 from kernels.attention.sdpa import DecodeGroup, Extend, SdpaAttention
 from kernels.attention.shared_rows import decode_shared
@@ -46,7 +47,7 @@ class MlaAttention(SdpaAttention):
         ]
 
     def attend_latent(
-        self, q_THd: torch.Tensor, latent_TW: torch.Tensor, kv_up_HuC: torch.Tensor, layer: int
+        self, q_THd: torch.Tensor, latent_TW: torch.Tensor, heads: LatentHeads, layer: int
     ) -> torch.Tensor:
         num_rows, num_tokens = len(q_THd), self._num_tokens
         cache = self._latents[layer]
@@ -59,12 +60,11 @@ class MlaAttention(SdpaAttention):
             out_THv[num_tokens:] = 0
         if self._num_decodes:
             decodes = slice(0, self._num_decodes)
-            self._decode_latent(q_THd[decodes], kv_up_HuC, cache, out_THv[decodes])
+            self._decode_latent(q_THd[decodes], heads, cache, out_THv[decodes])
+        heads = heads.float() if self._extends else heads
         for extend in self._extends:
             rows = slice(extend.start, extend.end)
-            out_THv[rows] = self._extend_latent(
-                q_THd[rows], latent_TW[rows], kv_up_HuC, cache, extend
-            )
+            out_THv[rows] = self._extend_latent(q_THd[rows], latent_TW[rows], heads, cache, extend)
         return out_THv
 
     def _reserve_causal(self, num_keys: int) -> None:
@@ -73,14 +73,14 @@ class MlaAttention(SdpaAttention):
     def _decode_latent(
         self,
         q_BHd: torch.Tensor,
-        kv_up_HuC: torch.Tensor,
+        heads: LatentHeads,
         cache: LatentCache,
         out_BHv: torch.Tensor,
     ) -> None:
         """Write the attention of the planned decodes to out_BHv."""
         nope = cache.dims.nope_dim
-        q_HBC = torch.bmm(q_BHd[..., :nope].transpose(0, 1), kv_up_HuC[:, :nope])
-        q_BHW = torch.cat((q_HBC.transpose(0, 1), q_BHd[..., nope:]), -1)
+        q_BHC = heads.absorb(q_BHd, nope).transpose(0, 1)
+        q_BHW = torch.cat((q_BHC, q_BHd[..., nope:]), -1)
         o_BHC = q_BHW.new_empty(*q_BHW.shape[:2], cache.dims.rank)
         for group in self._decodes:
             if group.rows is None:
@@ -91,25 +91,29 @@ class MlaAttention(SdpaAttention):
         if self._shared is not None:
             read = partial(cache.keys_and_values, dtype=q_BHW.dtype)
             decode_shared(self._shared, q_BHW, read, cache.scale, o_BHC)
-        o_HBv = torch.bmm(o_BHC.transpose(0, 1), kv_up_HuC[:, nope:].transpose(1, 2))
-        out_BHv.copy_(o_HBv.transpose(0, 1))
+        heads.values(o_BHC.transpose(0, 1), nope, out_BHv)
 
     def _extend_latent(
         self,
         q_MHd: torch.Tensor,
         latent_MW: torch.Tensor,
-        kv_up_HuC: torch.Tensor,
+        heads: LatentHeads,
         cache: LatentCache,
         extend: Extend,
     ) -> torch.Tensor:
-        """Return float32 o [M, H, v] of the new rows of one sequence. Their latents are in the cache already."""
+        """Return float32 o [M, H, v] of the new rows of one sequence. Their latents are in the cache already.
+
+        heads   in float32
+        """
         q_HMd = q_MHd.transpose(0, 1).float()
         num_rows = q_HMd.shape[1]
         o_HMv = q_HMd.new_zeros(cache.num_heads, num_rows, cache.dims.value_dim)
         lse_HM = q_HMd.new_full((cache.num_heads, num_rows), float("-inf"))
         num_keys = extend.context + num_rows
+        slot_1 = heads.slots(slice(extend.start, extend.start + 1))
         for start, latents_LW in self._key_chunks(latent_MW, cache, extend, num_keys):
-            k_HLd, v_HLv = expand_latents(latents_LW.float(), kv_up_HuC.float(), cache.dims)
+            slots_L = None if slot_1 is None else slot_1.expand(len(latents_LW))
+            k_HLd, v_HLv = expand_latents(latents_LW.float(), heads, cache.dims, slots_L)
             for first in range(0, num_rows, QUERY_CHUNK):
                 rows = slice(first, min(first + QUERY_CHUNK, num_rows))
                 position = extend.context + first
@@ -150,9 +154,9 @@ def _decode_group(q_BHW: torch.Tensor, cache: LatentCache, group: DecodeGroup) -
 
 
 def expand_latents(
-    latents_LW: torch.Tensor, kv_up_HuC: torch.Tensor, dims: MlaDims
+    latents_LW: torch.Tensor, heads: LatentHeads, dims: MlaDims, slots_L: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the heads of K [H, L, d] and V [H, L, v] of latents."""
-    kv_HLu = torch.matmul(latents_LW[:, : dims.rank], kv_up_HuC.transpose(1, 2))
+    """Return the heads of K [H, L, d] and V [H, L, v] of latents; slots_L as LatentHeads.expand."""
+    kv_HLu = heads.expand(latents_LW[:, : dims.rank], slots_L).transpose(0, 1)
     rope_HLr = latents_LW[:, dims.rank :].expand(len(kv_HLu), -1, -1)
     return torch.cat((kv_HLu[..., : dims.nope_dim], rope_HLr), -1), kv_HLu[..., dims.nope_dim :]

@@ -9,6 +9,7 @@ from kernels.attention.flashinfer_mla import FlashInferMlaAttention
 from kernels.attention.flashinfer_mla_fp8 import FlashInferMlaFp8Attention
 from kernels.attention.flashinfer_modules import latent_modules
 from kernels.attention.fp8_latents import latent_parts
+from kernels.attention.latent_up import LatentHeads
 from kernels.backends.select import probe
 from kernels.interface.attention_spec import AttentionSpec, MlaDims
 from kernels.interface.kv_layout import layout_of
@@ -71,6 +72,15 @@ def test_long_contexts(label: str, fp8: bool) -> None:
     check(attention(spec(16), fp8=fp8), LONG[label], device="cuda")
 
 
+@pytest.mark.parametrize("shape", ["16_heads", "128_heads"])
+@torch.inference_mode()
+def test_adapters_equal_merged_weights(shape: str) -> None:
+    for label in ("decodes", "mixed"):
+        check(attention(SPECS[shape]), BATCHES[label], device="cuda", adapters=True)
+    check(attention(SPECS[shape]), LONG["long_continued"], device="cuda", adapters=True)
+    check(attention(SPECS[shape]), [(5, 1)] * 6, device="cuda", graph=8, adapters=True)
+
+
 @torch.inference_mode()
 def test_a_long_prompt_in_chunks_of_any_size() -> None:
     """Each chunk of a prompt of 32,768 tokens is computed behind those before it, as in steps one after the other."""
@@ -112,7 +122,7 @@ def test_graphs_equal_eager(shape: str, fp8: bool) -> None:
         def forward(held=held, norm=rows.norm) -> torch.Tensor:
             q, new, rotation = held[0].clone(), held[1].clone(), held[2]
             subject.store_latents(q, new, 0, rotation, norm, 1e-6)
-            return subject.attend_latent(q, new, kv_up, 0)
+            return subject.attend_latent(q, new, LatentHeads(kv_up), 0)
 
         pages = cases[size, 0][0]
         pages.move("cuda")

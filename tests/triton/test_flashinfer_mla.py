@@ -59,6 +59,13 @@ def test_contexts_in_many_chunks(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> 
     seqs = [(5, 1), (9, 3), (0, 4), (21, 2), (3, 5), (2, 1)]
     check(attention(fp8=fp8), seqs)
     check(attention(block_size=2, fp8=fp8), seqs[1:5])
+    check(attention(fp8=fp8), seqs, adapters=True)
+
+
+@pytest.mark.parametrize("graph", [0, 8])
+def test_adapters_beside_the_product_of_latents(graph: int) -> None:
+    """Of two slots and none; rows of padding have none."""
+    check(attention(), [(5, 1), (0, 1), (30, 1), (7, 1)], graph=graph, adapters=True)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

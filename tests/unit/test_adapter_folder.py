@@ -141,9 +141,6 @@ def test_missing_targets_name_the_setting(tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "a", {"model.layers.0.mlp.gate_proj": (96, 64)})
     with pytest.raises(AdapterError, match=r"; add mlp to lora.targets$"):
         stage(tmp_path, folder, LoraConfig(max_loras=1, targets=["attention"]), **fields)
-    folder = make_adapter(tmp_path / "b", {"model.layers.0.self_attn.kv_b_proj": (96, 64)})
-    with pytest.raises(AdapterError, match="multiplies kv_b_proj head by head"):
-        stage(tmp_path, folder, **fields)
 
 
 def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:

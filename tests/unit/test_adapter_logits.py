@@ -50,12 +50,12 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "topk_group": None,
             "topk_method": "greedy",
         },
-        ("q_proj", "kv_a_proj_with_mqa", "o_proj"),
+        ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     ),
     "deepseek_v3": (
         {"num_kv_heads": None},
         (
-            *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+            *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
             *(f"0.mlp.{name}" for name in MLP),
             *(f"shared_experts.{name}" for name in MLP),
         ),

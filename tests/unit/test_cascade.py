@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.attention import shared_rows
+from kernels.attention.latent_up import LatentHeads
 from kernels.attention.mla import MlaAttention
 from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import SdpaAttention
@@ -72,7 +73,7 @@ def test_latents(dtype: torch.dtype):
     assert reads(attention) == (5, (3 + 2 * 9) * BLOCK)
     tolerance = 2e-5 if dtype == torch.float32 else 8e-2
     for number, layer in enumerate(layers):
-        out = attention.attend_latent(layer.q, layer.new, layer.kv_up, number)
+        out = attention.attend_latent(layer.q, layer.new, LatentHeads(layer.kv_up), number)
         for seq in range(6):
             expected = layer.dense(seq, layer.q[seq : seq + 1])
             found = out[seq : seq + 1].float()

@@ -16,6 +16,7 @@ from kernels.attention import mla
 from kernels.attention.fp8_latents import Fp8Latents
 from kernels.attention.fp8_pages import round_heads, widen
 from kernels.attention.latent_cache import Fp8LatentCache, LatentCache
+from kernels.attention.latent_up import LatentHeads
 from kernels.attention.mla import MlaAttention, merge_partial, partial_attention
 from kernels.backends.select import BackendChoiceError
 from kernels.interface.attention_spec import AttentionSpec, MlaDims
@@ -26,6 +27,8 @@ from kernels.interface.kv_layout import (
     kv_block_bytes,
     layout_of,
 )
+from kernels.lora.product import LoraWeights
+from kernels.lora.rows import AdapterRows
 from tests.distributed.engine_harness import rank_config
 from tests.family_cases import family_checkpoint
 from tests.unit.test_kernels_attention import BATCHES, Pages, Seqs
@@ -75,6 +78,38 @@ class LatentRows:
         self.q = random(len(self.new), spec.num_heads, spec.head_dim)
         up = (spec.num_heads, self.dims.nope_dim + self.dims.value_dim, self.dims.rank)
         self.kv_up = random(*up)
+        # Of adapters: one for each sequence, by its slot; 0: none.
+        self.lora: LoraWeights | None = None
+        self.seq_slots: list[int] = []
+        self.row_slots = torch.zeros(len(self.new), dtype=torch.int64)
+
+    def give_adapters(self, pages: Pages, rank: int = 3) -> None:
+        """Give the sequences the adapters of two slots in turn, and every third none."""
+        heads, width, columns = self.kv_up.shape
+        a = torch.randn(2, rank, columns, generator=pages.generator) / columns**0.5
+        b = torch.randn(2, heads * width, rank, generator=pages.generator) / rank**0.5
+        device = self.kv_up.device
+        matrices = (it.to(device, self.dtype) for it in (a, b))
+        self.lora = LoraWeights(*matrices, ((0, heads * width, 0),))
+        self.seq_slots = [number % 3 for number in range(len(pages.seqs))]
+        counts = torch.tensor([new for _, new in pages.seqs], dtype=torch.int64)
+        slots = torch.tensor(self.seq_slots, dtype=torch.int64).repeat_interleave(counts)
+        self.row_slots[: len(slots)] = slots
+
+    @property
+    def heads(self) -> LatentHeads:
+        """The product that attention takes."""
+        if self.lora is None:
+            return LatentHeads(self.kv_up)
+        rows = AdapterRows.of(self.row_slots.to(self.kv_up.device))
+        return LatentHeads(self.kv_up, self.lora, rows)
+
+    def _up(self, seq: int) -> torch.Tensor:
+        """The product of a sequence in float32, its adapter merged."""
+        if self.lora is None or not (slot := self.seq_slots[seq]):
+            return self.kv_up.float()
+        a, b = (it[slot - 1].float().cpu() for it in (self.lora.a_SQK, self.lora.b_SNr))
+        return self.kv_up.float() + (b @ a).view(self.kv_up.shape)
 
     def view(self) -> LatentCache:
         """The cache as torch's operators read and write it."""
@@ -98,7 +133,7 @@ class LatentRows:
     def dense(self, seq: int, q_MHd: torch.Tensor) -> torch.Tensor:
         """Attention of a sequence's last rows in float32, with heads of K and V."""
         rows, dims = self.latents[seq].float(), self.dims
-        up = torch.einsum("lc,huc->lhu", rows[:, : dims.rank], self.kv_up.float())
+        up = torch.einsum("lc,huc->lhu", rows[:, : dims.rank], self._up(seq))
         rope = rows[:, None, dims.rank :].expand(-1, self.spec.num_heads, -1)
         key = torch.cat((up[..., : dims.nope_dim], rope), -1)
         scores = torch.einsum("qhd,khd->hqk", q_MHd.float(), key) * self.spec.scale
@@ -115,10 +150,14 @@ def check(
     block_size: int = 4,
     stale: bool = False,
     fp8: bool = False,
+    adapters: bool = False,
 ) -> None:
     pages = Pages(seqs, [], block_size, dtype, padding, stale=stale)
     specs = [replace(spec, fp8_cache=fp8) for spec in SPECS]
     layers = [LatentRows(pages, spec, dtype, padding) for spec in specs]
+    if adapters:
+        for layer in layers:
+            layer.give_adapters(pages)
     attention = MlaAttention(specs, block_size)
     attention.bind([layer.cache for layer in layers])
     attention.plan(pages.batch())
@@ -127,7 +166,7 @@ def check(
     assert masks <= {torch.float32 if fp8 else dtype}
     tolerance = 2e-5 if dtype == torch.float32 else 8e-2
     for number, layer in enumerate(layers):
-        out = attention.attend_latent(layer.q, layer.new, layer.kv_up, number)
+        out = attention.attend_latent(layer.q, layer.new, layer.heads, number)
         assert out.dtype == dtype and out.shape == (*layer.q.shape[:2], layer.dims.value_dim)
         start = 0
         for seq, (_, new) in enumerate(seqs):
@@ -152,6 +191,13 @@ def test_fp8_cache_equals_dense_attention_over_rounded_latents(
     label: str, dtype: torch.dtype
 ) -> None:
     check(BATCHES[label], padding=3, dtype=dtype, fp8=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("label", BATCHES)
+def test_adapters_equal_merged_weights(label: str, dtype: torch.dtype) -> None:
+    """Of two slots and none in one batch: decodes, prompts, and prompts behind computed tokens."""
+    check(BATCHES[label], padding=2, dtype=dtype, adapters=True)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -25,7 +25,8 @@ ROOTS = ("", "model.", "language_model.", "model.language_model.", "language_mod
 EXPERTS = "experts"  # of lora.targets
 EMBEDDINGS, HEAD = "embeddings", "lm_head"
 OUTSIDE_LAYERS = ("embed_tokens", HEAD)
-LATENT_KEYS = ".attention.kv_up"
+# Weights with adapters that no other product of DENSE has.
+UNQUANTISED = ("attention.ba.weight", "attention.kv_up.weight")
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,6 @@ class AdapterLayout:
         entries = [
             everything[module] for module in map(self._module, names) if module in everything
         ]
-        if any(entry.parameter.endswith(LATENT_KEYS) for entry in entries):
-            text += "; latent attention multiplies kv_b_proj head by head, so it takes no adapter"
         missing = {_target(entry, self.config) for entry in entries} - {None, *self.targets}
         if missing:
             text += f"; add {', '.join(sorted(map(str, missing)))} to lora.targets"
@@ -253,7 +252,7 @@ def _target(entry: WeightEntry, config: ModelConfig) -> str | None:
         return EMBEDDINGS if module_of(entry) == HEAD and config.pooling is None else None
     if entry.expert is not None:
         return EXPERTS if entry.kind in QUANTISABLE else None
-    if not entry.parameter.endswith((*DENSE, "attention.ba.weight")):
+    if not entry.parameter.endswith((*DENSE, *UNQUANTISED)):
         return None
     return "attention" if ".attention." in entry.parameter else "mlp"
 

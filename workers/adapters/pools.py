@@ -8,6 +8,7 @@ S slots, e experts with adapters on this rank, P parts, r the largest rank, N ou
 
 import torch
 
+from kernels.attention.latent_up import LatentUp
 from kernels.lora.experts import ExpertAdapters, ExpertLora
 from kernels.lora.product import EmbeddingLora, LoraWeights
 from workers.adapters.expert_layout import ExpertFill, ExpertProduct
@@ -48,7 +49,7 @@ class AdapterPools:
             if product.is_table:
                 model.embedding_lora = EmbeddingLora(a_SQK, b_SNr)
                 continue
-            linear: Linear = parameter_of(model, product.linear)
+            linear: Linear | LatentUp = parameter_of(model, product.linear)
             linear.lora = LoraWeights(a_SQK, b_SNr, product.blocks)
         of_blocks: dict[str, list[ExpertLora]] = {}
         for routed in self.layout.experts.products:

@@ -9,6 +9,7 @@ from typing import Self
 
 import torch
 
+from kernels.attention.latent_up import LatentUp
 from kernels.backends.select import Backends
 from kernels.lora.rows import AdapterRows
 from workers.layers.builder import LayerBuilder
@@ -40,8 +41,7 @@ class MlaBlock:
         if spec.q_rank is not None:
             self.q_up = builder.linear("attention.q_up", spec.q_size, spec.q_rank)
         self.kv_norm = builder.norm(dims.rank, eps=eps)
-        # attention multiplies it head by head, so it is never in FP8
-        self.kv_up = builder.empty(spec.kv_up_size, dims.rank)
+        self.kv_up = LatentUp(builder.empty(spec.kv_up_size, dims.rank), spec.num_heads)
         self.o = builder.linear("attention.o", dim, spec.o_size, bias=spec.bias)
 
     def with_backends(self, backends: Backends) -> Self:
@@ -72,8 +72,8 @@ class MlaBlock:
         else:
             rotate(q_THd[..., self.spec.dims.nope_dim :], rotation_T1r)
             latent_TW = self._latents(latent_TW, rotation_T1r)
-        kv_up_HuC = self.kv_up.view(self.spec.num_heads, -1, self.spec.dims.rank)
-        o_TV = self.attention.attend_latent(q_THd, latent_TW, kv_up_HuC, self.layer).flatten(1)
+        heads = self.kv_up.heads(adapters)
+        o_TV = self.attention.attend_latent(q_THd, latent_TW, heads, self.layer).flatten(1)
         if self.input_norm.triton is not None:
             return residual_TD, self.o(o_TV, partial=True, adapters=adapters)
         return self.o(o_TV, residual_TD, adapters=adapters), None

@@ -140,7 +140,7 @@ def mla_weights(layer: LayerWeights, spec: MlaSpec) -> Weights:
         yield WeightEntry(f"{at}q_b_proj.weight", shape, f"{path}q_up.weight", kind)
     yield WeightEntry(f"{at}kv_a_layernorm.weight", (dims.rank,), f"{path}kv_norm", norm)
     shape = (spec.kv_up_size, dims.rank)
-    yield WeightEntry(f"{at}kv_b_proj.weight", shape, f"{path}kv_up", kind)
+    yield WeightEntry(f"{at}kv_b_proj.weight", shape, f"{path}kv_up.weight", kind)
     shape = (layer.dim, spec.o_size)
     yield WeightEntry(f"{at}o_proj.weight", shape, f"{path}o.weight", kind)
     if spec.bias:
