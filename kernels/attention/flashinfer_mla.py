@@ -9,7 +9,7 @@ u = n + v, C values of a latent, W = C + r, B decodes, M rows of prompts, L keys
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 from kernels.attention.base import AttentionBatch, GraphAttention, GraphForm
-from kernels.attention.context_chunks import Piece, chunk_limit, cut_contexts
+from kernels.attention.context_chunks import chunk_limit, cut_contexts
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.flashinfer_decodes import Pages
 from kernels.attention.flashinfer_mla_shared import PAIRED_ROWS, SharedLatents, own_latents
 from kernels.attention.flashinfer_modules import compile_missing, latent_modules
 from kernels.attention.fp8_latents import latent_parts
+from kernels.attention.latent_chunks import Chunk, slots_of
 from kernels.attention.latent_up import LatentHeads
 from kernels.attention.shared_prefixes import SharingCost
 from kernels.host.hopper import on_hopper
-from kernels.host.host_copy import to_device
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.backend import BackendShape
 from kernels.pending import wait_previous_ubatch
@@ -40,28 +40,6 @@ WORKSPACE_BYTES = 32 * 2**20
 SCHEDULE_BYTES = 8 * 2**20  # of one wrapper
 # A tile of one decode's heads is full from here on, so that stacked decodes compute no faster than they read.
 MOST_SHARING_HEADS = 64
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Rows of the prompts, counted from the first one, that attend to computed tokens in `slots`, int64 [L].
-
-    firsts   first of `rows` of each sequence
-    counts   computed tokens of each
-    """
-
-    rows: slice
-    slots: torch.Tensor
-    wrapper: Any
-    firsts: np.ndarray
-    counts: np.ndarray
-
-    def adapters(self, slots_M: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the slots of the adapters of the computed tokens, int64 [L], of those of all rows."""
-        if slots_M is None:
-            return None
-        firsts, counts = (to_device(it, slots_M.device) for it in (self.firsts, self.counts))
-        return slots_M[firsts].repeat_interleave(counts, output_size=len(self.slots))
 
 
 class FlashInferMlaAttention(GraphAttention):
@@ -265,6 +243,7 @@ class FlashInferMlaAttention(GraphAttention):
         starts = batch.query_start_loc_cpu[first:] - batch.query_start_loc_cpu[first]
         self._plan_prompts(self._new_rows, starts, starts, causal=True)
         contexts = batch.seq_lens_cpu[first:] - np.diff(starts)
+        table = batch.block_table[first:]
         limit = chunk_limit(int(starts[-1]), self.block_size)
         for number, pieces in enumerate(cut_contexts(contexts, limit, self.block_size)):
             if number == len(self._chunk_wrappers):
@@ -273,18 +252,11 @@ class FlashInferMlaAttention(GraphAttention):
             rows = starts[pieces[0].seq : pieces[-1].seq + 2]
             keys = np.cumsum([0, *(piece.end - piece.start for piece in pieces)], dtype=np.int32)
             self._plan_prompts(wrapper, rows - rows[0], keys, causal=False)
-            slots = torch.cat([self._slots_of(batch.block_table[first:], it) for it in pieces])
+            slots = torch.cat([slots_of(table, it, self.block_size) for it in pieces])
             chunk = slice(int(rows[0]), int(rows[-1])), slots, wrapper
             self._chunks.append(
                 Chunk(*chunk, rows[:-1].astype(np.int64), np.diff(keys).astype(np.int64))
             )
-
-    def _slots_of(self, block_table: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """Return int64 [tokens of the piece], the slots of its tokens."""
-        size = self.block_size
-        blocks = block_table[piece.seq, piece.start // size : -(-piece.end // size)]
-        offsets = torch.arange(size, device=blocks.device)
-        return (blocks[:, None] * size + offsets).flatten()[: piece.end - piece.start]
 
     def store_latents(
         self,
