@@ -49,6 +49,9 @@ class ModelDrafter(Drafter):
     def has_drafts(self, seq: Sequence) -> bool:
         return len(self._waiting.get(seq, NOTHING)[1]) > 0
 
+    def could_draft(self, seq: Sequence) -> bool:
+        return True
+
     def forget(self, seq: Sequence) -> None:
         self._waiting.pop(seq, None)
 
