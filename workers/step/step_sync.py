@@ -96,7 +96,7 @@ GRAPH_ROWS = {
 
 LOAD_STEPS = 16
 """Steps between two readings of the experts' load. The step behind each is read too: their difference is one step."""
-REASON_ROWS = 8  # rows that carry the reason of a failure after the vote
+REASON_ROWS = 10  # rows that carry the reason of a failure after the vote
 
 
 @dataclass(frozen=True)
