@@ -20,7 +20,7 @@ from workers.rank.network import address_towards, bind_to_address
 from workers.rank.process import RankProcess
 from workers.rank.process_group import host_store
 from workers.rank.rank_info import Rendezvous
-from workers.step.step_sync import Vote
+from workers.step.vote import Vote
 
 VOTES = 1000
 

@@ -31,7 +31,8 @@ from workers.rank.rank_info import Rendezvous, start_stages
 from workers.runner.draft_passes import draft_vote
 from workers.speculation.speculator import Speculator, make_speculator
 from workers.step.scheduled_batch import ScheduledBatch
-from workers.step.step_sync import PlanConfig, StepPlan, Vote, decide
+from workers.step.step_sync import PlanConfig, StepPlan, decide
+from workers.step.vote import Vote
 from workers.wire.request import EngineRequest, SamplingParams
 
 WARM_UP_STEPS = 3

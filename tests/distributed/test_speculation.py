@@ -121,6 +121,7 @@ def traffic(seed: int, num_steps: int, num_ranks: int) -> list[Event]:
     ("family", "all2all", "asynchronous", "ubatch", "adaptive", "num_steps"),
     [
         ("qwen3_moe", "shm", True, False, False, 80),
+        ("qwen3_next", "shm", True, False, True, 60),
         *(
             pytest.param(family, *case, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])
             for family in ("qwen3_moe", "qwen3_next")

@@ -16,7 +16,8 @@ from cluster.client.router import Pick, RankLoad, Tail
 from cluster.client.suspects import Suspects
 from workers.engine.engine import Engine
 from workers.rank.fence import Fence, StaleEpochError
-from workers.step.step_sync import PlanConfig, Vote, decide
+from workers.step.step_sync import PlanConfig, decide
+from workers.step.vote import Vote
 from workers.wire.inbox import Inbox, InboxSender
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 from workers.wire.token_stream import TokenReceiver, TokenSender

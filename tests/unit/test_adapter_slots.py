@@ -10,7 +10,8 @@ from workers.config import SchedulerConfig
 from workers.scheduler.scheduler import Scheduler
 from workers.step.adapter_slots import PATIENCE_STEPS, AdapterSlots
 from workers.step.step_output import StepOutput
-from workers.step.step_sync import PlanConfig, StepPlan, Vote, decide
+from workers.step.step_sync import PlanConfig, StepPlan, decide
+from workers.step.vote import Vote
 from workers.wire.request import EngineRequest, SamplingParams
 
 

@@ -18,7 +18,8 @@ from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.scheduler.scheduler import Scheduler
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.step_output import StepOutput
-from workers.step.step_sync import FIELD_NAMES, LockstepError, PlanConfig, Vote
+from workers.step.step_sync import LockstepError, PlanConfig
+from workers.step.vote import Vote, columns_of
 from workers.wire.request import EngineRequest, SamplingParams
 
 BLOCK, MAX_LEN = 4, 40
@@ -232,7 +233,7 @@ class BusyPeer(LocalVoteTransport):
 
     def all_gather(self, row):
         self.votes += 1
-        peer = Vote(epoch=0, step=int(row[FIELD_NAMES.index("step")]), has_work=self.has_work)
+        peer = Vote(epoch=0, step=columns_of(row[None])["step"][0], has_work=self.has_work)
         return np.stack([row, replace(peer, num_tokens=int(self.has_work)).row()])
 
 

@@ -12,7 +12,8 @@ from workers.engine import expert_moves
 from workers.engine.expert_moves import MAX_PAUSE_S, ExpertMoves
 from workers.rank.expert_staging import report
 from workers.specs.expert_layout import ExpertLayout, ExpertMove, LayerLayout
-from workers.step.step_sync import PlanConfig, StepPlan, Vote, decide
+from workers.step.step_sync import PlanConfig, StepPlan, decide
+from workers.step.vote import Vote
 
 CONFIG = PlanConfig(equal_tokens=False)
 LAYERS = 4

@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.distributed.engine_harness import make_request
-from workers.speculation.depth import Acceptance, choose_depths
+from workers.speculation.depth import (
+    LEAST_SURVIVAL,
+    Acceptance,
+    choose_depths,
+    expected_shares,
+)
 from workers.speculation.drafter import NewTokens
 from workers.speculation.ngram import NGRAM, NGramDrafter
 from workers.speculation.speculator import (
@@ -15,11 +20,32 @@ from workers.speculation.speculator import (
 )
 from workers.speculation.step_times import DraftCosts, StepSize, StepTimes
 from workers.speculation_config import SpeculationConfig
+from workers.step.draft_budget import DraftBudget
 from workers.step.sequence import Sequence
+from workers.step.step_sync import PlanConfig, StepPlan, decide
+from workers.step.vote import Vote
 
 
 def size(rows: int, num_drafts: int) -> StepSize:
     return StepSize(rows, num_drafts > 0)
+
+
+def vote_alone(
+    drafts: Speculator, num_decodes: int, budget: DraftBudget | None = None, verifies: bool = False
+) -> StepPlan:
+    """Vote for a step of a group of one rank, and enter its plan."""
+    vote = Vote(
+        epoch=0,
+        step=0,
+        num_tokens=num_decodes,
+        has_work=1,
+        draft_rows=num_decodes,
+        verifies=verifies,
+        **drafts.vote(num_decodes),
+    )
+    plan = decide(vote.row()[None], PlanConfig(False, drafts=budget or DraftBudget()))
+    drafts.follow(plan)
+    return plan
 
 
 few_tokens = st.lists(st.integers(0, 2), max_size=14)
@@ -118,6 +144,44 @@ def test_acceptance_follows_the_last_guesses():
     assert acceptance.share < 0.05
 
 
+def test_a_sequence_differs_from_all_as_far_as_chance_does_not_explain_it():
+    few_wrong = expected_shares(np.array([0.6]), 0.7)
+    assert few_wrong.tolist() == [0.7]
+    assert expected_shares(np.array([0.1]), 0.7) == pytest.approx([0.12], abs=0.02)
+    both = expected_shares(np.array([0.9, 0.1] * 4), 0.5)
+    assert both == pytest.approx(np.array([0.87, 0.13] * 4), abs=0.02)
+    assert len(expected_shares(np.array([]), 0.5)) == 0
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=9), st.floats(0, 1))
+def test_expected_shares_lie_between_the_shares_and_that_of_all(shares, of_all):
+    share_S = np.array(shares)
+    found = expected_shares(share_S, of_all)
+    assert (found >= np.minimum(share_S, of_all) - 1e-9).all()
+    assert (found <= np.maximum(share_S, of_all) + 1e-9).all()
+
+
+def test_a_sequence_with_unlikely_drafts_does_not_wait_for_its_token_though_others_draft():
+    """The limit is that of the group: drafts of another rank may pay."""
+    drafts = speculator()
+    good, bad = (sequence([1], output=[4] * 9) for _ in range(2))
+    for _ in range(40):
+        for seq in (good, bad):
+            seq.token_ids.append(4)
+            drafts.committed(new_tokens(seq))
+        drafts.settle()
+    drafts.follow(StepPlan(True, (2,), draft_limit=8, verifies=True))
+    assert sum(len(tokens) for _, tokens in drafts.drafts([good, bad], 2, 8)) == 6
+    drafts.follow(StepPlan(True, (2,), draft_limit=2, verifies=True))
+    assert not list(drafts.drafts([good, bad], 2, 8)), "the decodes alone have as many rows"
+    drafts._acceptance[bad].count(0, 400)
+    for seq in (good, bad):
+        drafts.committed(new_tokens(seq))
+    drafts.settle()
+    assert drafts._drafter.has_drafts(bad)
+    assert good.speculates and not bad.speculates
+
+
 @given(st.floats(0.1, 5), st.floats(0, 1), st.integers(1, 50))
 def test_a_line_through_steps_of_many_sizes_is_found(fixed, per_row, start):
     times = StepTimes()
@@ -161,6 +225,8 @@ def test_the_chosen_drafts_have_the_best_rate_of_all(seqs, others, budget, per_r
     costs = 1.1 + per_row * np.arange(1, 1 + budget)
     share, available = map(np.array, zip(*seqs, strict=True))
     num_decodes = len(seqs) + others
+    likely = [int((a ** np.arange(1, 5) >= LEAST_SURVIVAL).sum()) for a in share.tolist()]
+    available = np.minimum(available, likely)
 
     def rate(depths) -> float:
         tokens = num_decodes + sum(
@@ -188,6 +254,7 @@ def test_a_step_that_once_was_slow_is_tried_again():
         seq.token_ids.append(4)
         drafts.committed(new_tokens(seq))
         drafts.settle()
+        vote_alone(drafts, 1)
         if found := list(drafts.drafts([seq], 1, 8)):
             taken += 1
             drafts.observe(size(1 + len(found[0][1]), len(found[0][1])), 1.5)
@@ -218,6 +285,8 @@ def test_drafts_end_when_guesses_are_wrong_and_begin_when_they_are_right_again()
             seq.token_ids.append(int(token))
             drafts.committed(new_tokens(seq))
             drafts.settle()
+            vote_alone(drafts, 1)
+            drafts.settle()
             found = list(drafts.drafts([seq], 1, 8))
             count = len(found[0][1]) if found else 0
             drafts.observe(size(1 + count, count), 1.0 + 0.3 * (count > 0) + 0.1 * count)
@@ -238,12 +307,15 @@ def test_a_sequence_waits_for_its_token_only_while_drafts_pay():
         drafts.observe(size(1 + count, count), seconds)
     drafts.committed(new_tokens(seq))
     drafts.settle()
-    list(drafts.drafts([], 1, 8))
     assert not drafts._drafter.propose(seq, 0) and drafts._drafter.has_drafts(seq)
+    assert vote_alone(drafts, 1).draft_limit == 0
     drafts.committed(new_tokens(seq))
     drafts.settle()
     assert not seq.speculates  # half of the guesses are expected to be right, a row costs 0.9 steps
     seq.token_ids += [9] * 60
+    drafts.committed(new_tokens(seq))
+    drafts.settle()
+    assert vote_alone(drafts, 1).draft_limit == 5
     drafts.committed(new_tokens(seq))
     drafts.settle()
     assert seq.speculates

@@ -10,11 +10,11 @@ from workers.step.step_sync import (
     LockstepError,
     PlanConfig,
     UnhealthyRankError,
-    Vote,
     compare_settings,
     decide,
     gather_reasons,
 )
+from workers.step.vote import Vote
 
 RAGGED = PlanConfig(equal_tokens=False)
 EQUAL = PlanConfig(equal_tokens=True)

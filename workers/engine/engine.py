@@ -36,18 +36,17 @@ from workers.stats.stats import EngineStats, HostTimes
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.step_output import StepOutput
 from workers.step.step_sync import (
-    HEALTHY,
     AbortedError,
     ForwardMode,
     LockstepError,
     PlanConfig,
     StepPlan,
     UnhealthyRankError,
-    Vote,
     VoteTransport,
     decide,
     gather_reasons,
 )
+from workers.step.vote import HEALTHY, Vote
 from workers.wire.request import EngineRequest
 
 UNHEALTHY = 1
@@ -311,7 +310,7 @@ class Engine:
         self._committed_at = now
         speculator, plan = self.scheduler.speculator, step.plan
         if speculator is not None and before and not plan.prefill_tokens:
-            speculator.observe(StepSize.of(plan, step.batch), now - before)
+            speculator.observe(StepSize.of(plan), now - before)
         if self._prefill_cap is not None and step.prefill_cap and before:
             self._prefill_cap.observe(now - before, step.plan.prefill_tokens, step.prefill_cap)
 

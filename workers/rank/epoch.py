@@ -286,7 +286,7 @@ class Epoch:
         if self._parts.runner is None:
             self.run_stage(KV_CACHE, lambda done, total: None)
             self.run_stage(GRAPHS, lambda done, total: None)
-        process = self.process
+        process, measured = self.process, self.process.step_seconds
         with self._timed("engine"):
             self._parts.vote = vote = self._make_vote_transport()
             self._closing.callback(vote.close)
@@ -294,14 +294,14 @@ class Epoch:
             if not process.selection.all2all_class.needs_process_group:
                 # Only the rendezvous needed the sockets, and gloo's thread would poll them 100 times a second.
                 process_group.leave()
-            measured = process.step_seconds
             self.scheduler.speculator = make_speculator(process.config.speculation, measured)
             equal_tokens = self.backends.all2all.needs_equal_tokens
+            drafts = self.graph_sizes.draft_budget(measured)
             self._parts.engine = Engine(
                 self.scheduler,
                 self.runner,
                 vote,
-                PlanConfig(equal_tokens, process.config.overlap.num_ubatches),
+                PlanConfig(equal_tokens, process.config.overlap.num_ubatches, drafts),
                 epoch=self.rendezvous.epoch,
                 publish=publish,
                 wake_peers=wake_peers,

@@ -29,18 +29,28 @@ from workers.step.step_sync import StepPlan
 def draft_vote(
     speculator: Speculator | None, batch: ScheduledBatch | None, step: int
 ) -> dict[str, int]:
-    """Return the fields of a rank's vote for the passes of its draft model behind step number `step`."""
-    if speculator is None or batch is None or not speculator.uses_model:
+    """Return the fields of a rank's vote for drafts: of the next step, and by a draft model behind this one, `step`."""
+    if speculator is None or batch is None:
         return {}
-    seqs = [part.seq for part in batch.parts if part.num_logits]
-    reads, steps = speculator.wish(seqs, step, prompts=batch.prefill_tokens > 0)
     rows = int(np.count_nonzero(batch.num_logits))
-    return {"draft_reads": int(reads), "draft_steps": steps, "draft_rows": rows}
+    found = {
+        "draft_rows": rows,
+        "verifies": int(batch.num_verify > 0),
+        **speculator.vote(num_decodes=rows),
+    }
+    if speculator.uses_model:
+        seqs = [part.seq for part in batch.parts if part.num_logits]
+        reads, steps = speculator.wish(seqs, step, prompts=batch.prefill_tokens > 0)
+        found |= {"draft_reads": int(reads), "draft_steps": steps}
+    return found
 
 
 def enter_plan(speculator: Speculator | None, batch: ScheduledBatch, plan: StepPlan) -> None:
-    """Enter that the sequences of a step draft no more, where draft models do not read the step."""
-    if speculator is not None and speculator.uses_model and not plan.draft_reads:
+    """Enter the plan of a step in the speculation of a rank, before its launch."""
+    if speculator is None:
+        return
+    speculator.follow(plan)
+    if speculator.uses_model and not plan.draft_reads:
         speculator.left_out(batch.seqs)
 
 

@@ -9,6 +9,8 @@ import torch
 from kernels.backends.select import Selection
 from workers.config import SchedulerConfig
 from workers.section import Auto
+from workers.speculation.step_times import StepSeconds
+from workers.step.draft_budget import DraftBudget
 from workers.step.step_sync import GRAPH_ROWS, ForwardMode, GraphMode
 
 # Rows up to which a step with prompts is bound by reading weights, so that one size an octave is enough.
@@ -126,6 +128,11 @@ class GraphSizes:
             "verify_rows": _smallest(self.verify, num_tokens) if verifies else 0,
             "mixed_rows": _smallest(self.mixed, num_tokens),
         }
+
+    def draft_budget(self, measured: StepSeconds | None) -> DraftBudget:
+        """Return the budget of drafts of a group with these graphs and the times that all its ranks agree on."""
+        known = measured is not None and bool(measured.decode)
+        return DraftBudget(self.verify, self.decode, measured if known else None)
 
 
 def _count(sizes: Sequence[int]) -> str:

@@ -1,9 +1,8 @@
-"""How many drafts of each sequence a step verifies: as many as raise tokens per second. Pure arithmetic.
+"""How many drafts of each sequence a step verifies: those that most likely survive. Pure arithmetic.
 
-S sequences with drafts, K the most drafts of one.
+S sequences with drafts, K the most drafts of one, N drafts of all.
 """
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -22,8 +21,8 @@ DECAY_OF_ALL = 0.99
 LEAST_COST = 1.0
 """No step with drafts counts as faster than a step without, whatever the noise of its measurement."""
 
-NUM_SHARES = 41
-"""Shares from 0 to 1 that are tried for the least that pays."""
+LEAST_SURVIVAL = 0.1
+"""No step verifies a draft that less likely survives, even in rows that its rank has to spare: experts read more."""
 
 
 class Acceptance:
@@ -52,15 +51,45 @@ class Acceptance:
         return self._right / self._guesses
 
 
-def least_share(costs_K: np.ndarray) -> float:
-    """Return the least share of right guesses with which some number of drafts of every sequence pays; inf: none pays.
+def expected_shares(share_S: np.ndarray, of_all: float) -> np.ndarray:
+    """Return what to expect of the next guesses of sequences with these shares of right guesses, float64 [S].
 
-    costs_K   float64, expected time of a step with 1 to K drafts of every sequence; that of a step without is 1
+    The last guesses of a sequence are few. So its share counts as far as the shares differ from the share `of_all` by
+    more than chance (a James-Stein estimate): a few wrong guesses of one sequence end no drafts, and a few right ones
+    begin none.
     """
-    shares_S = np.linspace(0, 1, NUM_SHARES)
-    tokens_SK = 1 + (shares_S[:, None] ** np.arange(1, len(costs_K) + 1)).cumsum(1)
-    pays_S = (tokens_SK > np.maximum(costs_K, LEAST_COST)).any(1)
-    return float(shares_S[pays_S.argmax()]) if pays_S.any() else math.inf
+    chance = of_all * (1 - of_all) * (1 - DECAY) / (1 + DECAY)  # variance of one sequence's share
+    away_S = share_S - of_all
+    spread = float((away_S**2).mean()) if len(away_S) else 0.0
+    if spread <= chance:
+        return np.full(len(share_S), of_all)
+    expected_S: np.ndarray = of_all + (1 - chance / spread) * away_S
+    return expected_S.clip(0, 1)
+
+
+def survivals(acceptance_S: np.ndarray, available_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the drafts that most likely survive, these first: sequence int64 [N], probability float64 [N].
+
+    A draft survives if its guess and all before it are right.
+
+    acceptance_S   float64, probability that a guess is right
+    available_S    int64, drafts that there are
+    """
+    depths_SK = np.arange(1, available_S.max(initial=0) + 1)
+    survival_SK = acceptance_S[:, None] ** depths_SK
+    there_SK = (depths_SK <= available_S[:, None]) & (survival_SK >= LEAST_SURVIVAL)
+    seq_N, survival_N = there_SK.nonzero()[0], survival_SK[there_SK]
+    order_N = (-survival_N).argsort(kind="stable")
+    return seq_N[order_N], survival_N[order_N]
+
+
+def likeliest_depths(acceptance_S: np.ndarray, available_S: np.ndarray, most: int) -> np.ndarray:
+    """Return the number of drafts of each sequence, int64 [S]: `most` together, of those that most likely survive.
+
+    Arguments as in survivals.
+    """
+    seq_N, _ = survivals(acceptance_S, available_S)
+    return np.bincount(seq_N[: max(0, most)], minlength=len(acceptance_S))
 
 
 def choose_passes(
@@ -92,25 +121,20 @@ def choose_depths(
     num_decodes: int,
     costs_N: np.ndarray,
 ) -> np.ndarray:
-    """Return the number of drafts of each sequence, int64 [S].
+    """Return the number of drafts of each sequence on a rank alone, int64 [S].
 
-    A draft survives if its guess and all before it are right, so a step's expected tokens are `num_decodes` and the sum
-    of the survivals of its drafts. The drafts that most likely survive come first.
+    A step's expected tokens are `num_decodes` and the sum of the survivals of its drafts.
 
-    acceptance_S   float64, probability that a guess is right
-    available_S    int64, drafts that there are
+    acceptance_S, available_S   as in survivals
     num_decodes    sequences that decode in the step, with drafts or without
     costs_N        float64, expected time of a step with 1 to N drafts; that of a step without is 1
     """
-    depths_SK = np.arange(1, available_S.max(initial=0) + 1)
-    survival_SK = acceptance_S[:, None] ** depths_SK
-    there_SK = depths_SK <= available_S[:, None]
-    seq_N, survival_N = there_SK.nonzero()[0], survival_SK[there_SK]
-    order_N = (-survival_N).argsort(kind="stable")[: len(costs_N)]
-    if not len(order_N):
+    seq_N, survival_N = survivals(acceptance_S, available_S)
+    seq_N, survival_N = seq_N[: len(costs_N)], survival_N[: len(costs_N)]
+    if not len(seq_N):
         return np.zeros(len(acceptance_S), dtype=np.int64)
-    tokens_N = num_decodes + survival_N[order_N].cumsum()
-    rates_N = tokens_N / np.maximum(costs_N[: len(order_N)], LEAST_COST)
+    tokens_N = num_decodes + survival_N.cumsum()
+    rates_N = tokens_N / np.maximum(costs_N[: len(seq_N)], LEAST_COST)
     best = int(rates_N.argmax())
     count = best + 1 if rates_N[best] > num_decodes else 0
-    return np.bincount(seq_N[order_N[:count]], minlength=len(acceptance_S))
+    return np.bincount(seq_N[:count], minlength=len(acceptance_S))

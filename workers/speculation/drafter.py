@@ -78,5 +78,9 @@ class Drafter(ABC):
         """Return whether `propose` would return tokens, by what `committed` has read."""
 
     @abstractmethod
+    def could_draft(self, seq: Sequence) -> bool:
+        """Return whether `propose` could return tokens at the next step, if drafts of `seq` paid."""
+
+    @abstractmethod
     def forget(self, seq: Sequence) -> None:
         """Free what is kept of a sequence that has ended."""

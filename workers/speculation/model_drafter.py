@@ -47,6 +47,9 @@ class ModelDrafter(Drafter):
     def has_drafts(self, seq: Sequence) -> bool:
         return seq in self._waiting
 
+    def could_draft(self, seq: Sequence) -> bool:
+        return True
+
     def forget(self, seq: Sequence) -> None:
         self._waiting.pop(seq, None)
 

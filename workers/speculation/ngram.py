@@ -47,6 +47,9 @@ class NGramDrafter(Drafter):
         text = self._texts.get(seq)
         return text is not None and text.place is not None
 
+    def could_draft(self, seq: Sequence) -> bool:
+        return self.has_drafts(seq)
+
     def forget(self, seq: Sequence) -> None:
         self._texts.pop(seq, None)
 

@@ -1,20 +1,21 @@
 """Speculation on one rank: which sequences draft how many tokens in a step. Knows nothing of memory and schedules.
 
-Sequences and their drafts are chosen by this rank alone, because a drafter without collectives changes only the number
-of the rank's tokens, which each rank votes anyway.
+The ranks agree on the rows of a step with drafts, see `workers/step/draft_budget.py`. A rank chooses its drafts alone,
+because they change only the number of its tokens, which each rank votes anyway.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
 
 import numpy as np
 
 from workers.speculation.depth import (
     DECAY_OF_ALL,
+    LEAST_SURVIVAL,
     Acceptance,
-    choose_depths,
     choose_passes,
-    least_share,
+    expected_shares,
+    likeliest_depths,
+    survivals,
 )
 from workers.speculation.drafter import Drafter, Guesses, NewTokens
 from workers.speculation.model_drafter import ModelDrafter
@@ -22,14 +23,13 @@ from workers.speculation.ngram import NGramDrafter
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize
 from workers.speculation.synthetic import SyntheticGuesses
 from workers.speculation_config import SpeculationConfig
+from workers.step.draft_budget import packed_gains
 from workers.step.drafts import Drafts
 from workers.step.sequence import Sequence
+from workers.step.step_sync import StepPlan
 
 CHOOSE_EVERY = 8
-"""Steps from one choice of the least acceptance, and of a draft model's passes, to the next: each takes some 0.1 ms."""
-
-OF_ALL = 0.7
-"""Weight of all sequences' guesses against those of a sequence, where it is judged whether its drafts pay."""
+"""Steps from one choice of a draft model's passes to the next: each takes some 0.1 ms."""
 
 PATIENCE = 64
 """Steps that a draft model still reads of a sequence that does not draft: each costs a layer."""
@@ -60,7 +60,8 @@ class Speculator:
         self._acceptance: dict[Sequence, Acceptance] = {}
         self._of_all = Acceptance(decay=DECAY_OF_ALL)
         self._costs = DraftCosts(measured)
-        self._least = 0.0  # acceptance from which drafts pay
+        self._limit: int | None = None  # last limit of a plan; None: no rank has had drafts yet
+        self._candidates = {"drafts": 0}  # fields of the vote
         self._patience: dict[Sequence, int] = {}  # steps that a draft model still reads of it
         self._left_out: set[Sequence] = set()  # a draft model has not read all of them
         self._next_probe = 0  # step
@@ -104,27 +105,57 @@ class Speculator:
                     all_right += right
                     all_wrong += wrong
         self._of_all.count(all_right, all_wrong)
-        for seq in chain.from_iterable(new.seqs for new, _ in unsettled):
-            if seq.finished:
-                continue
-            pays = self._pays(seq)
+        alive = [seq for new, _ in unsettled for seq in new.seqs if not seq.finished]
+        acceptance_S = self._acceptance_of(alive)
+        for seq, share in zip(alive, acceptance_S.tolist(), strict=True):
+            pays = self._pays(seq) and (share >= LEAST_SURVIVAL or not self._adaptive)
             if pays:
                 self._waiting.discard(seq)
                 self._patience[seq] = PATIENCE
             else:
                 self._waiting.add(seq)
             seq.speculates = pays and self._drafter.has_drafts(seq)
+        if unsettled and self._adaptive:
+            could_S = np.array([self._drafter.could_draft(seq) for seq in alive], dtype=bool)
+            self._candidates = self._candidates_of(acceptance_S[could_S])
 
     def _pays(self, seq: Sequence) -> bool:
         """Return whether a draft of `seq` is expected to pay; it may have none."""
-        if seq in self._left_out:
-            return False
-        acceptance = self._acceptance.get(seq)
-        share = self._of_all.share
-        # A few wrong guesses of a sequence end no drafts, and a few right ones begin none.
-        if acceptance is not None:
-            share = OF_ALL * share + (1 - OF_ALL) * acceptance.share
-        return not self._adaptive or share >= self._least
+        return seq not in self._left_out and self._limit != 0
+
+    def _acceptance_of(self, seqs: list[Sequence]) -> np.ndarray:
+        """Return the expected acceptance of sequences, float64 [S].
+
+        A sequence may have drafts behind its first token before that token is settled, and a draft model may have left
+        it out.
+        """
+        known, of_all = self._acceptance, self._of_all
+        found = [of_all if seq in self._left_out else known.get(seq, of_all) for seq in seqs]
+        return expected_shares(np.array([it.share for it in found]), of_all.share)
+
+    def _candidates_of(self, acceptance_S: np.ndarray) -> dict[str, int]:
+        """Return the fields of a Vote about the drafts of sequences with this acceptance, float64 [S]."""
+        depth = self._passes if self.uses_model else self._most
+        _, survival_N = survivals(acceptance_S, np.full(len(acceptance_S), depth))
+        return {
+            "drafts": len(survival_N),
+            "draft_gains": packed_gains(survival_N),
+            "draft_passes": self._passes,
+        }
+
+    def vote(self, num_decodes: int) -> dict[str, int]:
+        """Return the fields of this rank's Vote about the next step, in which so many sequences decode."""
+        if not self._adaptive:
+            return {}
+        candidates = self._candidates if num_decodes else {}
+        return {**candidates, **self._costs.vote()}
+
+    def follow(self, plan: StepPlan) -> None:
+        """Enter the plan of a step: all ranks have the same limit at each step."""
+        if plan.draft_limit is not None:
+            self._limit = plan.draft_limit
+        if not plan.verifies:
+            self._costs.relax()
 
     def drafts(
         self, seqs: list[Sequence], num_decodes: int, budget: int
@@ -134,26 +165,20 @@ class Speculator:
         seqs         sequences that take drafts
         num_decodes  sequences that decode in the step, these among them
         """
-        if not num_decodes:
-            return
         if self._adaptive:
-            self._judge(seqs, num_decodes, budget)
+            if self.uses_model:
+                self._choose_passes(seqs, num_decodes, budget)
+            if self._limit is not None:
+                budget = min(budget, self._limit - num_decodes)
         most = min(self._most, budget)
+        if most < 1:
+            return
         seqs = [seq for seq in seqs if seq not in self._waiting]
         found = [(seq, drafts) for seq in seqs if (drafts := self._drafter.propose(seq, most))]
-        if not found:
-            self._costs.relax()
-            return
-        available_S = np.array([len(drafts) for _, drafts in found])
+        available_S = np.array([len(drafts) for _, drafts in found], dtype=np.int64)
         if self._adaptive:
-            # A sequence may have drafts behind its first token before that token is settled.
-            known, of_all = self._acceptance.get, self._of_all
-            acceptance_S = np.array([known(seq, of_all).share for seq, _ in found])
-            num_drafts = min(budget, int(available_S.sum()))
-            costs_N = self._costs.expected(num_decodes, num_drafts, self._passes)
-            depths = choose_depths(acceptance_S, available_S, num_decodes, costs_N)
-            if not depths.any():
-                self._costs.relax()
+            acceptance_S = self._acceptance_of([seq for seq, _ in found])
+            depths = likeliest_depths(acceptance_S, available_S, budget)
         else:
             left_S = budget - available_S.cumsum() + available_S
             depths = available_S.clip(max=left_S.clip(min=0))
@@ -161,25 +186,18 @@ class Speculator:
             if depth:
                 yield seq, drafts[:depth]
 
-    def _judge(self, seqs: list[Sequence], num_decodes: int, budget: int) -> None:
-        """Find the acceptance from which drafts pay, and how many tokens a draft model drafts, now and then.
-
-        Drafts pay if they do with some number of passes, whatever the present number is.
-        """
+    def _choose_passes(self, seqs: list[Sequence], num_decodes: int, budget: int) -> None:
+        """Choose how many tokens a draft model drafts, now and then."""
         self._num_choices += 1
-        if self._num_choices % CHOOSE_EVERY != 1:
-            return
-        if not self.uses_model:
-            costs_N = self._costs.expected(num_decodes, num_decodes * self._most)
-            self._least = least_share(costs_N[num_decodes - 1 :: num_decodes])
+        if self._num_choices % CHOOSE_EVERY != 1 or not num_decodes:
             return
         costs = [
             self._costs.expected(num_decodes, num_decodes * count, count)
             for count in range(1, self._most + 1)
         ]
-        self._least = min(least_share(of[num_decodes - 1 :: num_decodes]) for of in costs)
-        shares = [self._acceptance[seq].share for seq in seqs if seq in self._acceptance]
-        acceptance_S = np.array(shares or [self._of_all.share] * num_decodes)
+        acceptance_S = self._acceptance_of([seq for seq in seqs if seq in self._acceptance])
+        if not len(acceptance_S):
+            acceptance_S = np.full(num_decodes, self._of_all.share)
         self._passes = choose_passes(
             acceptance_S, self._most, num_decodes, lambda count: costs[count - 1][:budget]
         )

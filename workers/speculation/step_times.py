@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from workers.step.scheduled_batch import ScheduledBatch
-from workers.step.step_sync import GraphMode, StepPlan
+from workers.step.draft_budget import FACTOR_UNIT, SHARE_UNIT
+from workers.step.step_sync import StepPlan
 
 DECAY = 0.98
 """Weight of a step in the averages, against the step after it: the last 50 steps count for most."""
@@ -35,7 +35,7 @@ RELAXATION = 0.998
 class StepSize(NamedTuple):
     """What the time of a step without prompts depends on.
 
-    rows      of the busiest rank
+    rows      of the busiest rank, those of its graph included
     verifies  a rank verifies drafts
     seqs      sequences of the busiest rank that a draft model drafts tokens of; 0: it does not read the step
     drafts    tokens that it drafts of each
@@ -47,11 +47,11 @@ class StepSize(NamedTuple):
     drafts: int = 0
 
     @classmethod
-    def of(cls, plan: StepPlan, batch: ScheduledBatch) -> "StepSize":
-        """Return the size of a step without prompts in which this rank has `batch`."""
-        verifies = batch.num_tokens > len(batch.seqs) or plan.graph_mode == GraphMode.VERIFY
+    def of(cls, plan: StepPlan) -> "StepSize":
+        """Return the size of a step without prompts, equal on all ranks."""
+        rows = plan.padded_tokens or max(plan.num_tokens_across_dp)
         seqs = plan.draft_rows if plan.draft_reads else 0
-        return cls(max(plan.num_tokens_across_dp), verifies, seqs, plan.draft_steps)
+        return cls(rows, plan.verifies, seqs, plan.draft_steps)
 
 
 _CURVES = ("decode", "verify", "first", "one_draft", "drafts")
@@ -211,6 +211,14 @@ class DraftCosts:
     def relax(self) -> None:
         """Take steps with drafts for a little cheaper, so that one bad measurement does not count for ever."""
         self._excess *= RELAXATION
+
+    def vote(self) -> dict[str, int]:
+        """Return the fields of this rank's Vote about the times of steps."""
+        share = self._times.seconds_per_row / self._times.expected(1)
+        return {
+            "draft_factor": round(FACTOR_UNIT * (1 + self._excess)),
+            "draft_row_share": round(SHARE_UNIT * min(1.0, share)),
+        }
 
     def expected(self, num_decodes: int, num_drafts: int, draft_steps: int = 0) -> np.ndarray:
         """Return the costs of 1 to `num_drafts` drafts beside `num_decodes` decodes, float64 [num_drafts].

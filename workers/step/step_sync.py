@@ -5,7 +5,7 @@ that differs between ranks may influence a branch that leads to a collective.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import reduce
 from operator import or_
@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-HEALTHY = 0
+from workers.step.draft_budget import DraftBudget
+from workers.step.vote import HEALTHY, NUM_WORDS, columns_of
 
 
 class ForwardMode(IntEnum):
@@ -93,64 +94,9 @@ GRAPH_ROWS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vote:
-    """One rank's row: all fields as int64, in this order.
-
-    num_tokens    tokens that the rank scheduled; 0 if it is idle
-    decode_rows   rows of the smallest DECODE graph that fits this rank's part of the step, 0 if none fits;
-                  every graph fits a rank without tokens
-    verify_rows   rows of the smallest VERIFY graph that fits, 0 if none fits
-    mixed_rows    rows of the smallest MIXED graph that fits, 0 if none fits
-    wants_ubatch  the rank gains from two ubatches
-    prefill_tokens  tokens of prompts among num_tokens
-    prefill_cap   most prompt tokens that a rank may run in the next step, because this rank decodes in it; 0 if it does
-                  not
-    draft_reads   a draft model is to read the step, by a pass over all rows: later drafts need K and V of all tokens
-    draft_steps   tokens that it is to draft of each sequence behind the step
-    draft_rows    sequences that it is to draft tokens of
-    move          number of the move of experts that the rank stages; 0 without one
-    move_staged   layers of the move that the rank has staged, those that are committed included
-    move_cancel   number of a move that the rank wants to be cancelled; 0 without one
-    adapter_rows  the step has rows with adapters on the rank
-    adapter_slots  slots of the adapters of its running sequences, slot s as bit s - 1
-    adapter_wanted  id of an adapter that a waiting sequence needs in a slot; 0 = none
-    has_work      requests wait or run on the rank, scheduled or not
-    health        HEALTHY, or another number: then the group stops with the rank's number and reason
-    """
-
-    epoch: int
-    step: int
-    num_tokens: int = 0
-    decode_rows: int = 0
-    verify_rows: int = 0
-    mixed_rows: int = 0
-    wants_ubatch: int = 0
-    prefill_tokens: int = 0
-    prefill_cap: int = 0
-    draft_reads: int = 0
-    draft_steps: int = 0
-    draft_rows: int = 0
-    move: int = 0
-    move_staged: int = 0
-    move_cancel: int = 0
-    adapter_rows: int = 0
-    adapter_slots: int = 0
-    adapter_wanted: int = 0
-    has_work: int = 0
-    wants_stop: int = 0
-    health: int = HEALTHY
-
-    def row(self) -> np.ndarray:
-        """int64 [NUM_FIELDS]."""
-        return np.array(tuple(self.__dict__.values()), dtype=np.int64)
-
-
-FIELD_NAMES = tuple(field.name for field in fields(Vote))
-NUM_FIELDS = len(FIELD_NAMES)
 LOAD_STEPS = 16
 """Steps between two readings of the experts' load. The step behind each is read too: their difference is one step."""
-REASON_ROWS = 8  # rows that carry the reason of a failure after the vote
+REASON_ROWS = 10  # rows that carry the reason of a failure after the vote
 
 
 @dataclass(frozen=True)
@@ -159,6 +105,7 @@ class PlanConfig:
 
     equal_tokens: bool
     num_ubatches: int = 2
+    drafts: DraftBudget = field(default_factory=DraftBudget)
 
 
 @dataclass(frozen=True)
@@ -173,6 +120,9 @@ class StepPlan:
     draft_reads           draft models read the step, on all ranks
     draft_steps           tokens that draft models draft of each sequence, on all ranks
     draft_rows            rows of every rank in the passes that draft the second token and later ones
+    verifies              a rank verifies drafts
+    draft_limit           rows up to which every rank adds drafts to the decodes of the next step; 0 = no drafts; None =
+                          no rank has any, and the last limit holds
     load_step             number of this step if all ranks read the counts of their experts' rows behind it
     move                  number of the move of experts that all ranks stage; 0 = none, or not all of them yet
     move_commit           layers of the move of experts that all ranks have committed before this step, its first ones
@@ -194,6 +144,8 @@ class StepPlan:
     draft_reads: bool = False
     draft_steps: int = 0
     draft_rows: int = 0
+    verifies: bool = False
+    draft_limit: int | None = None
     load_step: int | None = None
     move: int = 0
     move_commit: int = 0
@@ -243,11 +195,11 @@ class VoteTransport(Protocol):
 
 
 def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
-    """Return the plan of a step from the votes of all ranks, int64 [num_ranks, NUM_FIELDS].
+    """Return the plan of a step from the votes of all ranks, int64 [num_ranks, NUM_WORDS].
 
     Raises LockstepError, on every rank alike, if epochs or steps differ or a rank is unhealthy.
     """
-    columns = dict(zip(FIELD_NAMES, rows.T.tolist(), strict=True))
+    columns = columns_of(rows)
     _check_lockstep(columns)
     num_tokens = columns["num_tokens"]
     if any(columns["wants_stop"]):
@@ -275,6 +227,8 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         draft_reads=any(columns["draft_reads"]),
         draft_steps=max(columns["draft_steps"]),
         draft_rows=max(columns["draft_rows"]),
+        verifies=any(columns["verifies"]),
+        draft_limit=config.drafts.limit(columns),
         load_step=columns["step"][0] if columns["step"][0] % LOAD_STEPS < 2 else None,
         **_move(columns),
         **_adapters(columns),
@@ -322,9 +276,9 @@ def _check_lockstep(columns: dict[str, list[int]]) -> None:
 
 def gather_reasons(transport: VoteTransport, reason: str) -> list[str]:
     """Collective after a vote with an unhealthy rank: return each rank's `reason`, cut to REASON_ROWS rows."""
-    size = REASON_ROWS * NUM_FIELDS * 8
+    size = REASON_ROWS * NUM_WORDS * 8
     data = bytearray(reason.encode(errors="replace")[:size].ljust(size, b"\0"))
-    rows = np.frombuffer(data, dtype=np.int64).reshape(REASON_ROWS, NUM_FIELDS)
+    rows = np.frombuffer(data, dtype=np.int64).reshape(REASON_ROWS, NUM_WORDS)
     gathered = np.concatenate([transport.all_gather(row).copy() for row in rows], axis=1)
     return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in gathered]
 
