@@ -7,7 +7,6 @@ rank that this ingress cannot reach, while its peers can, delays no other rank.
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -85,7 +84,7 @@ class GroupStreams:
     def check_silence(self) -> None:
         """Open the streams again of ranks that send no beats."""
         for rank, watch in self._watches.items():
-            self._give_up(rank, watch.silence(time.monotonic()), 0.0)
+            self._give_up(rank, watch.silence(), 0.0)
 
     def submit(self, rank: int, request: EngineRequest) -> None:
         """Send a request to `rank`; its tokens come by this client's stream.
@@ -129,7 +128,7 @@ class GroupStreams:
         """Check that the messages of this client arrive."""
         if self._opened.is_set() and rank not in self._broken:
             num_sent = self._inboxes[rank].num_sent
-            self._give_up(rank, self._watches[rank].beat(num_taken, num_sent, time.monotonic()))
+            self._give_up(rank, self._watches[rank].beat(num_taken, num_sent))
 
     def lost(self, rank: int) -> None:
         """Open the stream of a rank again."""
@@ -175,7 +174,7 @@ class GroupStreams:
         if rank in self._inboxes:
             self._inboxes[rank].close()
         self._inboxes[rank] = sender
-        self._watches[rank] = StreamWatch(time.monotonic())
+        self._watches[rank] = StreamWatch()
 
     def _open_stream(self, rank: int, stream: bytes) -> Awaitable[StreamAddress]:
         """Return the inbox of a rank, once the rank sends to this client."""
