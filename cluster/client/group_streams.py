@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from cluster.client.stream_watch import StreamWatch
 from cluster.supervisor.ray_calls import gather, result_future
 from cluster.supervisor.status import GroupMembers
+from kernels.host.awake import wait_awake
 from kernels.host.owned import Failed, OwnedTask
 from workers.specs.expert_layout import ExpertReport
 from workers.wire.inbox import InboxSender
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.5
 OPEN_S = 5.0
 """Time for a rank to open a stream; a rank needs some milliseconds."""
+STATS_S = 1.5
+"""Time for a rank to report its statistics; below `ApiSettings.stats_timeout_s`, so that slow ranks hide no others."""
 REOPEN_S = 1.0
 """Time to open a stream again after a lost message, while the rank is taken for one that can be reached."""
 
@@ -100,9 +103,16 @@ class GroupStreams:
             self._inboxes[rank].abort(request_id)
 
     async def stats(self) -> list[dict[str, Any]]:
-        """Counters and gauges of each rank that can be reached. Raises RayError when a rank is gone."""
-        reached = [it for rank, it in enumerate(self._members.ranks) if rank not in self._broken]
-        return await gather([rank.stats.remote() for rank in reached])
+        """Counters and gauges of each rank, in rank order. Raises RayError when a rank is gone.
+
+        A rank that cannot be reached, or does not answer within STATS_S, has nothing but `rank` and `silent`.
+        """
+        ranks = enumerate(self._members.ranks)
+        calls = {r: result_future(it.stats.remote()) for r, it in ranks if r not in self._broken}
+        await wait_awake(calls.values(), STATS_S)
+        # `cancel` returns False for a call that is done.
+        found = {rank: call.result() for rank, call in calls.items() if not call.cancel()}
+        return [found.get(r, {"rank": r, "silent": True}) for r in range(len(self._members.ranks))]
 
     async def expert_reports(self) -> list[ExpertReport]:
         """Where the experts are, of each rank. Raises RayError when a rank is gone."""

@@ -5,8 +5,10 @@ answers of others lie unread in its memory and sockets, or the others were pause
 no silence of others. Knows nothing of the others.
 """
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 LOOKS = 8
 """Looks within a limit, at least, where a time between two looks counts up to the limit / LOOKS."""
@@ -30,3 +32,11 @@ class AwakeTime:
         self._awake_s += min(now - self._seen, self.longest_s)
         self._seen = now
         return self._awake_s
+
+
+async def wait_awake(futures: "Collection[asyncio.Future[Any]]", limit_s: float) -> None:
+    """Return when all futures are done, or after `limit_s` seconds in which this process was awake."""
+    awake = AwakeTime(limit_s / LOOKS, asyncio.get_running_loop().time)
+    waiting = set(futures)
+    while waiting and (left_s := limit_s - awake.look()) > 0:
+        _, waiting = await asyncio.wait(waiting, timeout=min(left_s, awake.longest_s))

@@ -15,7 +15,7 @@ from typing import Any
 from cluster.api.backend import EngineBackend
 from cluster.api.settings import ApiSettings
 from cluster.errors import EngineDeadError, ServingError
-from kernels.host.awake import LOOKS, AwakeTime
+from kernels.host.awake import wait_awake
 from workers.wire.request import NO_OUTPUT, PROBE_PREFIX, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -74,10 +74,7 @@ class Readiness:
         """
         counting = asyncio.create_task(self._busy_steps(backend))
         probes = {rank: asyncio.create_task(self._one_answer(backend, rank)) for rank in unproven}
-        limit_s, waiting = self._settings.probe_timeout_s, set(probes.values())
-        awake = AwakeTime(limit_s / LOOKS, asyncio.get_running_loop().time)
-        while waiting and (left_s := limit_s - awake.look()) > 0:
-            _, waiting = await asyncio.wait(waiting, timeout=min(left_s, awake.longest_s))
+        await wait_awake(probes.values(), self._settings.probe_timeout_s)
         silent = {rank for rank, probe in probes.items() if probe.cancel()}
         await asyncio.gather(*probes.values(), counting, return_exceptions=True)
         for rank, probe in probes.items():
@@ -120,7 +117,7 @@ class Readiness:
                 stats = await backend.rank_stats()
         except (ServingError, TimeoutError):
             return {}
-        return {values["rank"]: _busy(values) for values in stats}
+        return {values["rank"]: _busy(values) for values in stats if not values.get("silent")}
 
 
 def not_serving(groups: list[dict[str, Any]]) -> str:
