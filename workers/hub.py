@@ -151,6 +151,12 @@ def _missing_bytes(name: str, commit: str, files: Sequence[str]) -> int:
     return max(0, sum(file.file_size or 0 for file in plan if file.will_download) - begun)
 
 
+def fetched_bytes(name: str, commit: str) -> int:
+    """Return the bytes of the files of all commits in the cache, begun files too. Reads no network."""
+    blobs = snapshot_folder(name, commit).parents[1] / "blobs"
+    return sum(map(part_bytes, blobs.glob("*")))
+
+
 def part_bytes(part: Path) -> int:
     """Return the bytes of a begun file, 0 without one. Another process may complete and rename it at any time."""
     try:

@@ -75,7 +75,10 @@ class EngineBackend(Protocol):
         ...
 
     async def rank_stats(self) -> list[dict[str, Any]]:
-        """Return `workers.stats.stats.EngineStats.snapshot()` of each rank that can be reached, with its `rank`."""
+        """Return `workers.stats.stats.EngineStats.snapshot()` of each rank, with its `rank`.
+
+        A rank that does not answer in time has nothing but `rank` and `silent`.
+        """
         ...
 
     async def expert_layouts(self) -> list[ExpertLayout]:

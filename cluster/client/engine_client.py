@@ -224,19 +224,20 @@ class EngineClient(OperatorCalls):
         return [it.to_json() for it in statuses]
 
     async def rank_stats(self) -> list[dict[str, Any]]:
-        """Counters and gauges of each rank that can be reached, in rank order; `rank` is the number over all groups."""
+        """Counters and gauges of each rank, see GroupStreams; `rank` is the number over all groups."""
         healthy, reason = self.health()
         if not healthy:
             raise EngineDeadError(reason)
-        found = []
+        groups = [group for group in self._groups if group.reachable]
         try:
-            for group in self._groups:
-                for stats in await group.stats() if group.reachable else ():
-                    number = self._router.number((group.index, stats["rank"]))
-                    found.append({**stats, "rank": number})
+            of_groups = await asyncio.gather(*(group.stats() for group in groups))
         except RayError as error:
             raise EngineDeadError(f"a rank does not answer: {error}") from error
-        return found
+        return [
+            {**stats, "rank": self._router.number((group.index, stats["rank"]))}
+            for group, of_group in zip(groups, of_groups, strict=True)
+            for stats in of_group
+        ]
 
     async def expert_layouts(self) -> list[ExpertLayout]:
         """The map and the recent load of the experts of each group that can be reached."""

@@ -148,7 +148,7 @@ class GroupClient:
             self._streams.check_silence()
 
     async def stats(self) -> list[dict[str, Any]]:
-        """Counters and gauges of each rank, in rank order. Raises RayError when a rank is gone."""
+        """Counters and gauges of each rank, see GroupStreams. Raises RayError when a rank is gone."""
         return [] if self._streams is None else await self._streams.stats()
 
     async def expert_reports(self) -> list[ExpertReport]:

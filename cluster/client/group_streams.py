@@ -7,7 +7,6 @@ rank that this ingress cannot reach, while its peers can, delays no other rank.
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from ray.exceptions import RayError
 from cluster.client.stream_watch import StreamWatch
 from cluster.supervisor.ray_calls import gather, result_future
 from cluster.supervisor.status import GroupMembers
+from kernels.host.awake import wait_awake
 from kernels.host.owned import Failed, OwnedTask
 from workers.specs.expert_layout import ExpertReport
 from workers.wire.inbox import InboxSender
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.5
 OPEN_S = 5.0
 """Time for a rank to open a stream; a rank needs some milliseconds."""
+STATS_S = 1.5
+"""Time for a rank to report its statistics; below `ApiSettings.stats_timeout_s`, so that slow ranks hide no others."""
 REOPEN_S = 1.0
 """Time to open a stream again after a lost message, while the rank is taken for one that can be reached."""
 
@@ -85,7 +87,7 @@ class GroupStreams:
     def check_silence(self) -> None:
         """Open the streams again of ranks that send no beats."""
         for rank, watch in self._watches.items():
-            self._give_up(rank, watch.silence(time.monotonic()), 0.0)
+            self._give_up(rank, watch.silence(), 0.0)
 
     def submit(self, rank: int, request: EngineRequest) -> None:
         """Send a request to `rank`; its tokens come by this client's stream.
@@ -101,9 +103,16 @@ class GroupStreams:
             self._inboxes[rank].abort(request_id)
 
     async def stats(self) -> list[dict[str, Any]]:
-        """Counters and gauges of each rank that can be reached. Raises RayError when a rank is gone."""
-        reached = [it for rank, it in enumerate(self._members.ranks) if rank not in self._broken]
-        return await gather([rank.stats.remote() for rank in reached])
+        """Counters and gauges of each rank, in rank order. Raises RayError when a rank is gone.
+
+        A rank that cannot be reached, or does not answer within STATS_S, has nothing but `rank` and `silent`.
+        """
+        ranks = enumerate(self._members.ranks)
+        calls = {r: result_future(it.stats.remote()) for r, it in ranks if r not in self._broken}
+        await wait_awake(calls.values(), STATS_S)
+        # `cancel` returns False for a call that is done.
+        found = {rank: call.result() for rank, call in calls.items() if not call.cancel()}
+        return [found.get(r, {"rank": r, "silent": True}) for r in range(len(self._members.ranks))]
 
     async def expert_reports(self) -> list[ExpertReport]:
         """Where the experts are, of each rank. Raises RayError when a rank is gone."""
@@ -129,7 +138,7 @@ class GroupStreams:
         """Check that the messages of this client arrive."""
         if self._opened.is_set() and rank not in self._broken:
             num_sent = self._inboxes[rank].num_sent
-            self._give_up(rank, self._watches[rank].beat(num_taken, num_sent, time.monotonic()))
+            self._give_up(rank, self._watches[rank].beat(num_taken, num_sent))
 
     def lost(self, rank: int) -> None:
         """Open the stream of a rank again."""
@@ -175,7 +184,7 @@ class GroupStreams:
         if rank in self._inboxes:
             self._inboxes[rank].close()
         self._inboxes[rank] = sender
-        self._watches[rank] = StreamWatch(time.monotonic())
+        self._watches[rank] = StreamWatch()
 
     def _open_stream(self, rank: int, stream: bytes) -> Awaitable[StreamAddress]:
         """Return the inbox of a rank, once the rank sends to this client."""

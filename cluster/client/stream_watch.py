@@ -1,11 +1,14 @@
-"""Judges by the beats of a rank whether messages between the rank and an ingress were lost. Pure: no clock, no I/O.
+"""Judges by the beats of a rank whether messages between the rank and an ingress were lost. No I/O.
 
 A rank sends a beat every BEAT_S. A missing message before it is detected by the receiver of the tokens, so a beat only
 has to prove that the rank lives and that the ingress's messages have arrived.
 """
 
+import time
 from collections import deque
+from collections.abc import Callable
 
+from kernels.host.awake import AwakeTime
 from workers.wire.token_stream import BEAT_S
 
 ARRIVAL_BEATS = 5
@@ -17,19 +20,23 @@ SILENCE_S = 7.5 * BEAT_S
 
 
 class StreamWatch:
-    """The stream of one rank; times are seconds of any clock."""
+    """The stream of one rank. `silence` is called at least every SILENCE_S / 2.
 
-    def __init__(self, now: float):
-        self._last_beat = self._seen = self._counted = now
+    clock   returns seconds
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._awake = AwakeTime(SILENCE_S / 2, clock)
+        self._last_beat = self._counted = 0.0  # seconds awake
         self._sent = deque([0], maxlen=ARRIVAL_BEATS)  # messages sent before each of the last beats
 
-    def beat(self, num_taken: int | None, num_sent: int, now: float) -> str | None:
+    def beat(self, num_taken: int | None, num_sent: int) -> str | None:
         """Take a beat; return what was lost, if anything was.
 
         num_taken   messages that have arrived at the rank; None after one is missing
         num_sent    messages that were sent to it
         """
-        self._last_beat = self._seen = now
+        now = self._last_beat = self._awake.look()
         due = self._sent[0]
         # After a pause of this process many beats come at once, of times before what it has sent now.
         if now - self._counted >= BEAT_S / 2:
@@ -41,14 +48,9 @@ class StreamWatch:
             return f"{num_taken} of {due} messages of this ingress have arrived at the rank"
         return None
 
-    def silence(self, now: float) -> str | None:
-        """Return the reason to give the stream up if no beat has come for SILENCE_S.
-
-        Call it at least every SILENCE_S / 2. Longer times between two calls are a pause of this process or of the whole
-        machine; the rest of such a time does not count, because beats may lie in the socket or come late.
-        """
-        self._last_beat += max(0.0, now - self._seen - SILENCE_S / 2)
-        self._seen = now
-        if now - self._last_beat < SILENCE_S:
+    def silence(self) -> str | None:
+        """Return the reason to give the stream up if no beat has come for SILENCE_S in which this process was awake."""
+        silent_s = self._awake.look() - self._last_beat
+        if silent_s < SILENCE_S:
             return None
-        return f"the rank has sent nothing for {now - self._last_beat:.0f} s"
+        return f"the rank has sent nothing for {silent_s:.0f} s"

@@ -57,7 +57,10 @@ class ClusterConfig(Section):
         "life hang_timeout_s counts.",
     )
     start_timeout_s: float = Field(
-        300.0, gt=0, description="Seconds that each stage of the start may take."
+        300.0,
+        gt=0,
+        description="Seconds that each stage of the start may take. A stage that fetches a checkpoint may take any "
+        "time, but not so long without progress.",
     )
     hang_timeout_s: float = Field(
         5.0,

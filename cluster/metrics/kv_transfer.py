@@ -58,14 +58,15 @@ BY_LABEL: dict[str, tuple[str, str, Mapping[str, str]]] = {
     ),
     "kv_failures": (
         "Contents of KV that could not be used or kept, and were computed again: gone before the load, damaged, of "
-        "another version (stale), a store that was lost, errors of files, files skipped because too many waited. Of "
-        "fetches from other nodes: not held there, of another form (refused), too late, the other node or this "
-        "node's process lost.",
+        "another version (stale), a store that was lost, requests in which a store failed, errors of files, files "
+        "skipped because too many waited. Of fetches from other nodes: not held there, of another form (refused), too "
+        "late, the other node or this node's process lost.",
         "kind",
         {
             "gone": "kv_host_missed",
             "damaged": "kv_host_damaged",
             "store_lost": "kv_host_lost",
+            "store_errors": "kv_host_errors",
             **{
                 f"fetch_{kind}": f"kv_nixl_{kind}"
                 for kind in ("missed", "damaged", "refused", "late", "source_lost", "lost")

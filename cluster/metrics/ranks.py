@@ -127,6 +127,8 @@ HISTOGRAMS = {
 def rank_families(stats: RankStats, model_name: str) -> Iterator[Metric]:
     """All families of all ranks; a statistic that a rank does not report is left out."""
     labels = ["model_name", "rank"]
+    yield _answers(stats, model_name)
+    stats = [values for values in stats if not values.get("silent")]
     heads: Heads = [
         ([model_name, str(values.get("rank", i))], values) for i, values in enumerate(stats)
     ]
@@ -169,6 +171,18 @@ def rank_families(stats: RankStats, model_name: str) -> Iterator[Metric]:
     yield from (parts, kinds, places, *expert_families(stats, model_name))
     yield from kv_families(stats, model_name)
     yield from (_info(heads), *_process(heads))
+
+
+def _answers(stats: RankStats, model_name: str) -> Metric:
+    family = GaugeMetricFamily(
+        f"{PREFIX}rank_answers",
+        "1 for a rank with figures here; 0 for one that did not answer in time or cannot be reached.",
+        labels=["model_name", "rank"],
+    )
+    for position, values in enumerate(stats):
+        head = [model_name, str(values.get("rank", position))]
+        family.add_metric(head, float(not values.get("silent")))
+    return family
 
 
 def _info(heads: Heads) -> Metric:

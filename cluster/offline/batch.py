@@ -125,16 +125,17 @@ class BatchRun:
                 await asyncio.wait((pool,))
             if not pool.cancelled():
                 pool.result()  # raises its error
+            self._output.sync()
 
     async def _answer(self, line: Line, server: Server) -> None:
         if line.error is not None:
-            self._output.append(line, error_fields(*line.error), error=True)
+            self._output.append(line, error_fields(*line.error), is_error=True)
         else:
             found = await server.answer(line)
             self._output_tokens += found.output_tokens
             self._prompt_tokens += found.prompt_tokens
             fields = response_fields(found.status, found.request_id, found.body)
-            self._output.append(line, fields, error=found.status != 200)
+            self._output.append(line, fields, is_error=found.status != 200)
         self._progress.advance()
 
     @contextmanager

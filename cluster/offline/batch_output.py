@@ -7,6 +7,7 @@ off at the next start, and its request runs again.
 import fcntl
 import os
 import re
+from contextlib import suppress
 from json.encoder import encode_basestring_ascii as json_string
 from pathlib import Path
 
@@ -30,6 +31,7 @@ class BatchOutput:
         self.path = path
         self.done: dict[int, str] = {}
         self.num_errors = 0
+        self._failure = ""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
@@ -45,8 +47,13 @@ class BatchOutput:
             self.close()
             raise
 
-    def append(self, line: Line, response: bytes, *, error: bool) -> None:
-        """Write the result of a line; `response` is the JSON of its fields after custom_id."""
+    def append(self, line: Line, response: bytes, *, is_error: bool) -> None:
+        """Write the result of a line; `response` is the JSON of its fields after custom_id.
+
+        Raises BatchError where the file takes no result, and from then on: no line follows one that may be torn.
+        """
+        if self._failure:
+            raise BatchError(self._failure)
         custom_id = "null" if line.custom_id is None else json_string(line.custom_id)
         head = f'{{"id":"batch_req_{line.number}_{line.digest}","custom_id":{custom_id},'
         data = head.encode("ascii") + response + b"}\n"
@@ -54,16 +61,29 @@ class BatchOutput:
             written = 0
             while written < len(data):
                 written += os.write(self._fd, data[written:])
-        except OSError as failure:
-            os.ftruncate(self._fd, self._size)
-            raise BatchError(f"cannot write {self.path}: {failure.strerror}") from failure
+        except OSError as error:
+            with suppress(OSError):  # then the next start cuts off the line
+                os.ftruncate(self._fd, self._size)
+            raise self._fail(error) from error
         self._size += len(data)
         self.done[line.number] = line.digest
-        self.num_errors += error
+        self.num_errors += is_error
+
+    def sync(self) -> None:
+        """Return when the disk has all results. Raises BatchError: some file systems report a full disk only here."""
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._fail(error) from error
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
+        with suppress(OSError):  # `sync` has reported it
+            os.close(self._fd)
+
+    def _fail(self, error: OSError) -> BatchError:
+        self._failure = f"cannot write {self.path}: {error.strerror}"
+        return BatchError(self._failure)
 
     def _lock(self) -> None:
         try:

@@ -7,7 +7,7 @@ nodes have the files, as in a shared folder, nothing is copied.
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from cluster.supervisor.placement import RankLocation
@@ -21,6 +21,8 @@ from workers.weights.checkpoint_files import CheckpointError, CheckpointFiles
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 3
+CallRank = Callable[..., Awaitable[Any]]
+"""call(method, *arguments) of one rank's actor."""
 END_S = 5.0  # for the end of the source's server
 
 
@@ -29,9 +31,12 @@ class CheckpointNodesError(CheckpointError):
 
 
 async def fetch_checkpoint(
-    config: RankConfig, ranks: Sequence[Any], locations: Sequence[RankLocation]
+    config: RankConfig, ranks: Sequence[CallRank], locations: Sequence[RankLocation]
 ) -> None:
-    """Let the first rank of every node fetch the model to its node, from another node or from the Hub."""
+    """Let the first rank of every node fetch the model to its node, from another node or from the Hub.
+
+    ranks   calls each rank
+    """
     first = slice(None, None, config.dims.ranks_per_node)
     if config.fetch_weights:
         nodes = [location.address for location in locations[first]]
@@ -40,17 +45,17 @@ async def fetch_checkpoint(
         await asyncio.gather(*map(_fetch, ranks[first]))
 
 
-async def spread(model: ModelSection, ranks: Mapping[str, Any], own: str) -> None:
+async def spread(model: ModelSection, ranks: Mapping[str, CallRank], own: str) -> None:
     """Copy the checkpoint to nodes that lack files of it.
 
     A model of the Hub that no node has is fetched from there by one node first. Raises CheckpointNodesError, CopyError
     and HubError.
 
-    ranks   the first rank of each node, by the node's address
+    ranks   calls the first rank of each node, by the node's address
     own     the address of this process's node
     """
-    answers = [rank.checkpoint_files.remote() for rank in ranks.values()]
-    known = dict(zip(ranks, await asyncio.gather(*map(_result, answers)), strict=True))
+    answers = [call("checkpoint_files") for call in ranks.values()]
+    known = dict(zip(ranks, await asyncio.gather(*answers), strict=True))
     found = {node: files for node, files in known.items() if files is not None}
     if not found:
         return  # every process has read its weights
@@ -60,7 +65,7 @@ async def spread(model: ModelSection, ranks: Mapping[str, Any], own: str) -> Non
     if _source(found, own) is None and model.revision is not None:
         first = next(node for node in found if node in ranks)
         await _fetch(ranks[first])
-        found[first] = await _result(ranks[first].checkpoint_files.remote())
+        found[first] = await ranks[first]("checkpoint_files")
     source = _source(found, own)
     if source is None:
         raise CheckpointNodesError(_nowhere(model, found))
@@ -70,26 +75,23 @@ async def spread(model: ModelSection, ranks: Mapping[str, Any], own: str) -> Non
     if not lacking:
         return
     logger.info("copying the checkpoint from %s to %s", source, ", ".join(lacking))
-    rank = ranks.get(source)
-    address: CopyAddress = (
-        await asyncio.to_thread(holder.share)
-        if rank is None
-        else await _result(rank.share_checkpoint.remote())
+    call = ranks.get(source)
+    address: CopyAddress = await (
+        asyncio.to_thread(holder.share) if call is None else call("share_checkpoint")
     )
     try:
-        copies = [ranks[node].copy_checkpoint.remote(address, files) for node in lacking]
-        await asyncio.gather(*map(_result, copies))
+        await asyncio.gather(*(ranks[node]("copy_checkpoint", address, files) for node in lacking))
     finally:
-        if rank is None:
+        if call is None:
             await asyncio.to_thread(holder.close)
         else:
             # A stopped rank does not answer, and the copies from it have failed; later stages notice a dead one.
-            await asyncio.wait([result_future(rank.end_sharing.remote())], timeout=END_S)
+            await asyncio.wait([result_future(call("end_sharing"))], timeout=END_S)
 
 
-async def _fetch(rank: Any) -> None:
+async def _fetch(call: CallRank) -> None:
     """Let a rank fetch the model of the Hub, with the token of this process."""
-    await rank.fetch_checkpoint.remote(os.environ.get("HF_TOKEN"))
+    await call("fetch_checkpoint", os.environ.get("HF_TOKEN"))
 
 
 def _source(found: Mapping[str, CheckpointFiles], own: str) -> str | None:
@@ -126,7 +128,3 @@ def _nowhere(model: ModelSection, found: Mapping[str, CheckpointFiles]) -> str:
 def _some(names: tuple[str, ...] | list[str]) -> str:
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more
-
-
-async def _result(reference: Any) -> Any:
-    return await reference

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from kernels.host.awake import LOOKS, AwakeTime
 from workers.hub import HubError
 from workers.models.config_reader import ModelConfigError
 from workers.rank.step_loop import PeerFailedError, RankFailedError
@@ -15,8 +16,6 @@ T = TypeVar("T")
 
 ROOT_CAUSE_WAIT_S = 2.0
 """Time for a second rank to end after a rank that only lost a peer; Ray reports a dead process within a second."""
-ROOT_CAUSE_CHECKS = 8
-"""Parts of this time. A pause of this process ends one part, so that answers which came meanwhile are read."""
 
 
 class StageTimeoutError(ValueError):
@@ -73,20 +72,25 @@ async def first_failure(done: Sequence[asyncio.Future[None]]) -> asyncio.Future[
     A rank that ended because it lost a peer is not the cause: the peer has ROOT_CAUSE_WAIT_S to end too.
     """
     lost_a_peer: list[asyncio.Future[None]] = []
-    waiting, checks = set(done), 0
-    while waiting and checks < ROOT_CAUSE_CHECKS:
+    waiting, awake = set(done), _awake()
+    while waiting and (left_s := ROOT_CAUSE_WAIT_S - awake.look()) > 0:
         ended, waiting = await asyncio.wait(
             waiting,
-            timeout=ROOT_CAUSE_WAIT_S / ROOT_CAUSE_CHECKS if lost_a_peer else None,
+            timeout=min(left_s, awake.longest_s) if lost_a_peer else None,
             return_when=asyncio.FIRST_COMPLETED,
         )
-        checks = 0 if ended else checks + 1
+        if ended:
+            awake = _awake()
         for future in ended:
             error = future.exception()
             if error is None or not isinstance(_remote_cause(error), PeerFailedError):
                 return future
             lost_a_peer.append(future)
     return lost_a_peer[0]
+
+
+def _awake() -> AwakeTime:
+    return AwakeTime(ROOT_CAUSE_WAIT_S / LOOKS, asyncio.get_running_loop().time)
 
 
 def _remote_cause(error: BaseException) -> BaseException:

@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from cluster.supervisor import placement
@@ -25,6 +26,7 @@ from cluster.supervisor.heartbeat import Heartbeats
 from cluster.supervisor.launcher import RankHandle
 from cluster.supervisor.ray_calls import result_future
 from cluster.supervisor.roster import Roster
+from cluster.supervisor.stage_progress import while_moving
 from cluster.supervisor.status import GroupStatus
 from workers.config import RankConfig
 from workers.rank.rank_info import CHECKPOINT, RankInfo, Rendezvous, start_stages, total_progress
@@ -41,7 +43,7 @@ class Formation:
     """Writes the progress of the stages to `status`.
 
     spec              of the group; the groups of a server share the KV in the memory of a node
-    start_timeout_s   time of each stage
+    start_timeout_s   time of each stage; of the stage `checkpoint`, time without progress
     leave_timeout_s   time of a rank to leave an epoch
     new_heartbeats    makes the watch of a stage
     balance           of the experts, over all epochs
@@ -75,8 +77,10 @@ class Formation:
         roster = self._roster
         await self.stage("processes", self.locate(), guarded=True)
         if roster.config.model.revision is not None or roster.config.fetch_weights:
-            fetched = fetch_checkpoint(roster.config, roster.ranks, self._status.locations)
-            await self.stage(CHECKPOINT, fetched, limited=False, guarded=True)
+            calls = [partial(self._call, *pair) for pair in enumerate(roster.ranks)]
+            fetched = fetch_checkpoint(roster.config, calls, self._status.locations)
+            moving = while_moving(fetched, roster.ranks, self.start_timeout_s)
+            await self.stage(CHECKPOINT, moving, limited=False, guarded=True)
         await self.stage("group", self._join(), guarded=True)
         for stage in start_stages(roster.config.device):
             await self.stage(stage, self.call_all("run_stage", stage), guarded=True)
@@ -214,16 +218,20 @@ class Formation:
     async def _gather(self, calls: Iterable[Awaitable[T]]) -> list[T]:
         """The results of one call to every rank, in rank order; the roster learns which ranks failed or were late."""
         ranks = self._roster.ranks
+        watched = (self._watched(rank, ranks[rank], call) for rank, call in enumerate(calls))
+        return await asyncio.gather(*watched)
 
-        async def watched(rank: int, call: Awaitable[T]) -> T:
-            try:
-                return await of_rank(rank, call)
-            except (Exception, asyncio.CancelledError) as error:
-                if not (lacks_files(error) or lost_a_peer(error)):
-                    self._roster.failed(ranks[rank])
-                raise
+    async def _call(self, rank: int, handle: RankHandle, method: str, *args: Any) -> Any:
+        """The result of a call to one rank; the roster learns whether it failed or was late."""
+        return await self._watched(rank, handle, getattr(handle, method).remote(*args))
 
-        return await asyncio.gather(*(watched(*pair) for pair in enumerate(calls)))
+    async def _watched(self, rank: int, handle: RankHandle, call: Awaitable[T]) -> T:
+        try:
+            return await of_rank(rank, call)
+        except (Exception, asyncio.CancelledError) as error:
+            if not (lacks_files(error) or lost_a_peer(error)):
+                self._roster.failed(handle)
+            raise
 
     async def locate(self) -> None:
         """Fetch from every rank its place and its versions, and check both."""

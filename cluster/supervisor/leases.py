@@ -9,29 +9,6 @@ LEASE_S = 10.0
 SUCCESSOR_S = 30.0  # after the end of the last ingress; Serve replaces a dead one within 15 s
 
 
-class WatchedTime:
-    """A clock that runs while the event loop does: it stands still in calls that block the loop.
-
-    While the supervisor is stopped, or waits for Ray's GCS, it reads no heartbeat, so that the silence is its own.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._blocked = 0.0
-        self._ticked = clock()
-
-    def __call__(self) -> float:
-        """The seconds in which the loop ran."""
-        return self._clock() - self._blocked
-
-    def tick(self, interval_s: float) -> None:
-        """Note that the loop runs. A tick that comes more than an interval late ends a time in which it was blocked."""
-        now = self._clock()
-        late = now - self._ticked - 2 * interval_s
-        self._blocked += max(0.0, late)
-        self._ticked = now
-
-
 @dataclass
 class _Lease:
     ingress_id: str

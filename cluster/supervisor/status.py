@@ -82,7 +82,7 @@ class GroupStatus:
     name          that of the group's spec
     since         Unix time at which the state began
     stages        name and seconds of each stage that ended
-    progress      done and total of the present stage; (0, 0) if unknown
+    progress      done and total of the present stage; 0 if unknown
     num_rebuilds  rebuilds that ended in service
     rebuild_s     seconds of them by stage
     vote_ages     seconds since the last vote of each rank; 0 while a rank sleeps because the group is idle

@@ -19,7 +19,7 @@ from cluster.supervisor.adapters import ServerAdapters
 from cluster.supervisor.group import Group
 from cluster.supervisor.group_spec import GroupSpec, group_specs
 from cluster.supervisor.launcher import RankLauncher
-from cluster.supervisor.leases import LEASE_S, Leases, WatchedTime
+from cluster.supervisor.leases import LEASE_S, Leases
 from cluster.supervisor.placement import num_gpus
 from cluster.supervisor.pool import ModelPool
 from cluster.supervisor.saved_state import PoolState
@@ -30,6 +30,7 @@ from cluster.supervisor.status import (
     Registration,
     Renewal,
 )
+from kernels.host.awake import AwakeTime
 from kernels.host.owned import OwnedTask
 from workers import hub
 from workers.config import RankConfig
@@ -52,8 +53,9 @@ class Supervisor:
         set_up_logging("supervisor", config.serve.log_level, config.serve.log_format)
         self._config = config
         self._device = ""  # of the ranks
-        self._clock = WatchedTime()
-        self._leases = Leases(config.cluster.start_timeout_s, self._clock)
+        # While this process is stopped, or its loop waits for Ray's GCS, it reads no heartbeat: the silence is its own.
+        self._awake = AwakeTime(LEASE_S / 5)
+        self._leases = Leases(config.cluster.start_timeout_s, self._awake.look)
         self._pool = ModelPool(self._create_groups(config), self._leases.of_group)
         self._state = PoolState()
         self._adapters = ServerAdapters(
@@ -180,13 +182,13 @@ class Supervisor:
         """Renew the leases of an ingress."""
         self._metrics.put(ingress_id, metrics)
         expired = [lease_id for lease_id in lease_ids if not self._leases.renew(lease_id)]
-        since = self._clock() - LEASE_S
+        since = self._awake.look() - LEASE_S
         self._refused = {digest: at for digest, at in self._refused.items() if at > since}
         return Renewal(expired, list(self._refused))
 
     async def launcher_heartbeat(self) -> None:
         """Note that the `phalanx serve` of this server lives; a server of `serve run` has none."""
-        self._launcher_seen = self._clock()
+        self._launcher_seen = self._awake.look()
 
     async def unregister(self, lease_id: str) -> None:
         """An ingress needs a lease no longer."""
@@ -296,7 +298,7 @@ class Supervisor:
 
     async def refuse(self, digest: bytes) -> None:
         """Let every ingress refuse the requests of a digest, which has ended ranks."""
-        self._refused[digest] = self._clock()
+        self._refused[digest] = self._awake.look()
 
     async def expect_failures(self, group: int, epoch: int, ranks: Collection[int]) -> None:
         """An ingress puts requests on trial in these ranks, and will judge their next failure."""
@@ -335,9 +337,8 @@ class Supervisor:
         """Free what an expired ingress had open; end this actor when no ingress or no launcher is left."""
         while not self._leases.abandoned():
             await asyncio.sleep(LEASE_S / 10)
-            self._clock.tick(LEASE_S / 10)
-            seen = self._launcher_seen
-            if seen is not None and self._clock() - seen > LAUNCHER_LEASE_S:
+            awake_s, seen = self._awake.look(), self._launcher_seen
+            if seen is not None and awake_s - seen > LAUNCHER_LEASE_S:
                 logger.warning(
                     "phalanx serve was silent for %g s; its server ends", LAUNCHER_LEASE_S
                 )

@@ -15,10 +15,10 @@ import socket
 import struct
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kernels.host.awake import LOOKS, AwakeTime
 from kernels.host.owned import start_thread
 from kernels.host.readable import Readable
 from kernels.host.shm import LEFT, PeerLeftError
@@ -108,15 +108,13 @@ class Link:
 
         Raises PeerLeftError or TimeoutError with the number of the peer.
         """
-        deadline = 0.0
         while True:
             try:
                 count = self._stream.recv_into(view)
             except BlockingIOError:
                 if not wait:
                     return 0
-                deadline = deadline or time.monotonic() + self._network.timeout_s
-                self._wait_readable(deadline)
+                self._wait_readable()
                 continue
             except OSError as error:
                 raise self._lost(error) from None
@@ -139,14 +137,14 @@ class Link:
             self._sender = None
         self._stream.close()
 
-    def _wait_readable(self, deadline: float) -> None:
-        while not self._readable.wait(_POLL_S):
+    def _wait_readable(self) -> None:
+        timeout_s = self._network.timeout_s
+        awake = AwakeTime(timeout_s / LOOKS)
+        while not self._readable.wait(min(_POLL_S, awake.longest_s)):
             if self._left:
                 raise self._lost(None)
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"rank {self.peer} sent nothing within {self._network.timeout_s:g} s"
-                )
+            if awake.look() > timeout_s:
+                raise TimeoutError(f"rank {self.peer} sent nothing within {timeout_s:g} s")
 
     def _send_rest(self) -> None:
         writable = select.poll()
@@ -219,7 +217,7 @@ class LinkListener:
 
         endpoints   of the peers, by rank: of each pair the higher rank calls
         """
-        deadline = time.monotonic() + self._network.timeout_s
+        awake = AwakeTime(self._network.timeout_s / LOOKS)
         streams: dict[tuple[int, int], socket.socket] = {}
         try:
             for peer in (peer for peer in endpoints if peer < rank):
@@ -227,7 +225,7 @@ class LinkListener:
                     streams[peer, channel] = self._call(rank, peer, channel, endpoints[peer])
             awaited = {(p, c) for p in endpoints if p > rank for c in range(num_channels)}
             while awaited:
-                key, stream = self._accept(awaited, deadline)
+                key, stream = self._accept(awaited, awake)
                 awaited.discard(key)
                 streams[key] = stream
         except BaseException:
@@ -257,12 +255,12 @@ class LinkListener:
         return stream
 
     def _accept(
-        self, awaited: set[tuple[int, int]], deadline: float
+        self, awaited: set[tuple[int, int]], awake: AwakeTime
     ) -> tuple[tuple[int, int], socket.socket]:
         """Return the next awaited caller; others are refused."""
         while True:
-            left_s = deadline - time.monotonic()
-            self._server.settimeout(min(max(1e-3, left_s), _POLL_S))
+            left_s = self._network.timeout_s - awake.look()
+            self._server.settimeout(min(max(1e-3, left_s), _POLL_S, awake.longest_s))
             try:
                 stream, _ = self._server.accept()
             except TimeoutError:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kernels.host.awake import LOOKS, AwakeTime
 from kernels.host.file_locks import is_locked, lock_byte
 from kernels.host.waits import add_wait
 from kernels.pending import Pending
@@ -175,12 +176,11 @@ class SharedMemoryGroup:
         self._spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 0
         offsets, size = _layout(num_ranks, slot_bytes)
         attach_timeout_s = timeout_s if attach_timeout_s is None else attach_timeout_s
-        deadline = time.monotonic() + attach_timeout_s
         path = SHM_FOLDER / f"phalanx-{name}"
         if rank == 0:
             self._fd = _create(path, size)
         else:
-            self._fd = _open(path, size, deadline, first_rank, self._left)
+            self._fd = _open(path, size, attach_timeout_s, first_rank, self._left)
         try:
             self._map = mmap.mmap(self._fd, size)
             self.words = memoryview(self._map).cast("q")
@@ -247,15 +247,13 @@ class SharedMemoryGroup:
                 spins -= 1
 
     def _wait_slowly(self, words: Sequence[int], least: int, timeout_s: float, what: str) -> None:
-        memory, start, next_check = self.words, time.monotonic(), PEER_CHECK_S
-        now, polled, idle_s = start, start, 0.0
+        memory, waited, next_check = self.words, 0.0, PEER_CHECK_S
+        awake, idle = AwakeTime(timeout_s / LOOKS), AwakeTime(LATE_POLL_S)
         while late := [
             rank for rank, word in zip(self.peers, words, strict=True) if memory[word] < least
         ]:
             if self._left.is_set():
                 raise PeerLeftError(LEFT)
-            idle_s += min(now - polled, LATE_POLL_S)
-            polled, waited = now, now - start
             if waited > timeout_s:
                 names = ", ".join(str(self._first_rank + rank) for rank in late)
                 raise TimeoutError(f"rank {names} did not {what} within {timeout_s:g} s")
@@ -267,8 +265,9 @@ class SharedMemoryGroup:
             else:
                 time.sleep(5e-5 if waited < 0.05 else 5e-4)
             # Before the words are read, because the process may be stopped at any time.
-            now = time.monotonic()
-        add_wait(idle_s + min(time.monotonic() - polled, LATE_POLL_S))
+            waited = awake.look()
+            idle.look()
+        add_wait(idle.look())
 
     def _check_alive(
         self, late: Sequence[int], words: Sequence[int], least: int, what: str
@@ -340,8 +339,9 @@ def _create(path: Path, size: int) -> int:
     return fd
 
 
-def _open(path: Path, size: int, deadline: float, first_rank: int, left: threading.Event) -> int:
+def _open(path: Path, size: int, timeout_s: float, first_rank: int, left: threading.Event) -> int:
     """Open the segment that the first rank of the host creates."""
+    awake, waited = AwakeTime(timeout_s / LOOKS), 0.0
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
@@ -349,9 +349,10 @@ def _open(path: Path, size: int, deadline: float, first_rank: int, left: threadi
         except FileNotFoundError:
             if left.is_set():
                 raise PeerLeftError(LEFT) from None
-            if time.monotonic() > deadline:
+            if waited > timeout_s:
                 raise TimeoutError(f"rank {first_rank} did not create {path} in time") from None
             time.sleep(1e-3)
+            waited = awake.look()
     found = os.fstat(fd)
     if found.st_uid != os.geteuid():
         os.close(fd)

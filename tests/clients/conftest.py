@@ -19,7 +19,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 HELLO_ANSWER = "Hello! I am a small demo model served by Phalanx."
 # Of the guarded server, which runs MAX_RUNNING choices at once and lets MAX_WAITING wait.
 KEY = "a-key-of-the-guarded-server"
-TIMEOUT_S = 3.0  # half of the time of 2,000 tokens on two cores
+TIMEOUT_S = 20.0  # of a request: longer than any but those that wait for suspended ranks
 MAX_RUNNING, MAX_WAITING = 4, 2
 # As Qwen's templates do it: the prompt opens a thought or closes it, or leaves that to the model.
 THINKING = (
@@ -46,7 +46,8 @@ def server(tmp_path_factory) -> Iterator[Server]:
 def guarded(tmp_path_factory, server) -> Iterator[Server]:
     """A server with a key, a short queue, a time limit, and a model that thinks, in the Ray of the other server.
 
-    It also stops at SIGINT at once, and an open stream gets the reason: a drain could take longer than the time limit.
+    Its ranks may be suspended for longer than the time limit. It also stops at SIGINT at once, and an open stream gets
+    the reason.
     """
     folder = tmp_path_factory.mktemp("guarded")
     template = CHAT_TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "") + THINKING
@@ -59,6 +60,7 @@ def guarded(tmp_path_factory, server) -> Iterator[Server]:
             joins=server,
             model={"max_model_len": 2048, "dtype": "float32"},
             cache={"num_blocks": 1024},
+            cluster={"hang_timeout_s": 10 * TIMEOUT_S},
             scheduler={"max_num_seqs": MAX_RUNNING // 2},
             serve={
                 "model_name": MODEL,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -85,30 +86,43 @@ def late_answer(client: openai.OpenAI) -> None:
     assert time.monotonic() - started > TIMEOUT_S - 0.1
 
 
-def late_stream(client: openai.OpenAI) -> None:
+def late_stream(client: openai.OpenAI, begun: threading.Barrier) -> None:
     stream = client.completions.create(**completion_body("x", **ENDLESS), stream=True)
-    texts = []
+    next(stream)
+    begun.wait()
     with pytest.raises(openai.APIError) as error:
-        texts.extend(chunk.choices[0].text for chunk in stream)
-    assert len(texts) > 10 and error.value.code == "timeout"
+        list(stream)
+    assert error.value.code == "timeout"
 
 
-def late_response(client: openai.OpenAI) -> None:
+def late_response(client: openai.OpenAI, begun: threading.Barrier) -> None:
     """The client passes the error on as an event, and the response so far has failed."""
     endless = {"max_output_tokens": 2000, "extra_body": {"ignore_eos": True}, "stream": True}
-    events = list(client.responses.create(model="demo", input="Hello", **endless))
+    events = iter(client.responses.create(model="demo", input="Hello", **endless))
+    while next(events).type != "response.output_text.delta":
+        pass
+    begun.wait()
     *_, error, last = events
     assert (error.type, last.type) == ("error", "response.failed")
     assert error.code == "timeout" and last.response.status == "failed"
-    assert "response.output_text.delta" in [event.type for event in events]
 
 
 def test_the_time_limit(client, guarded):
-    """All at once, because each takes that time."""
+    """All at once, because each takes that time. The ranks are suspended once the streams have begun."""
+    begun, ranks = threading.Barrier(3, timeout=TIMEOUT_S), guarded.ranks()
     with ThreadPoolExecutor(3) as pool:
-        late = [pool.submit(ask, client) for ask in (late_answer, late_stream, late_response)]
-        for asked in late:
-            asked.result()
+        late = [pool.submit(ask, client, begun) for ask in (late_stream, late_response)]
+        try:
+            begun.wait()
+            for rank in ranks:
+                rank.suspend()
+            late.append(pool.submit(late_answer, client))
+            for asked in late:
+                asked.result()
+        finally:
+            begun.abort()
+            for rank in ranks:
+                rank.resume()
     guarded.wait_free()
 
 

@@ -8,12 +8,12 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kernels.host import shm
+from kernels.host.awake import AwakeTime
 from kernels.host.shm import SHM_FOLDER, PeerLeftError, SharedMemoryGroup, segment_bytes
 from kernels.pending import Pending
 from tests.distributed.rank_pool import GroupInfo, RankPool
@@ -183,7 +183,9 @@ def test_a_rank_that_never_attaches(rank: int, monkeypatch: pytest.MonkeyPatch):
     assert _segments(name) == []
 
 
-def test_a_rank_that_was_stopped_finds_what_came_meanwhile(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("looks", [1, 5])
+def test_a_pause_of_a_rank_is_no_silence_of_its_peer(looks: int, monkeypatch: pytest.MonkeyPatch):
+    """The peer has sent its row in the pause, or sends it some looks later, because it was paused too."""
     name, groups = f"stopped-{os.getpid()}", dict[int, SharedMemoryGroup]()
 
     def join(rank: int) -> None:
@@ -193,18 +195,23 @@ def test_a_rank_that_was_stopped_finds_what_came_meanwhile(monkeypatch: pytest.M
     peer.start()
     join(0)
     peer.join()
-    calls = list[float]()
+    num_calls = 0
 
     def clock_with_a_stop() -> float:
-        """Beyond the first call the process was stopped for a long time, in which the peer has sent its row."""
-        calls.append(time.monotonic())
-        if len(calls) == 2:
+        """No time passes, but before the first look the process was stopped for a long time."""
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1 + looks:
             groups[1].words[shm._row_word(1, 2)] = 1
-        return calls[-1] + (2 * LONG_S if len(calls) > 1 else 0)
+        return 2 * LONG_S if num_calls > 1 else 0.0
 
-    clock = SimpleNamespace(monotonic=clock_with_a_stop, sleep=time.sleep)
-    monkeypatch.setattr(shm, "time", clock)
+    def awake_time(longest_s: float) -> AwakeTime:
+        limits = longest_s > shm.LATE_POLL_S  # the other one counts the wait for the statistics
+        return AwakeTime(longest_s, clock_with_a_stop if limits else time.monotonic)
+
+    monkeypatch.setattr(shm, "AwakeTime", awake_time)
     assert groups[0].all_gather_row([7])[0] == 7
+    assert num_calls == 1 + looks
     monkeypatch.undo()
     for group in groups.values():
         group.close()

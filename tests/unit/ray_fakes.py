@@ -153,6 +153,7 @@ class FakeRank:
         return self.loop
 
     async def stats(self) -> dict[str, Any]:
+        await self._note("stats")
         return {"rank": self.rank}
 
     async def open_stream(

@@ -2,12 +2,16 @@
 
 import hashlib
 import os
+import queue
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
+from kernels.host.file_locks import lock_file
 from workers.weights import checkpoint_copy
 from workers.weights.checkpoint_copy import CheckpointServer, CopyAddress, CopyError, copy_files
 from workers.weights.checkpoint_files import NUM_SAMPLES, SAMPLE_BYTES, file_facts, find_files
@@ -173,6 +177,53 @@ def test_two_copies_into_one_shared_folder(
     assert files_in(target) == NAMES
     data = (target / "model.safetensors").read_bytes()
     assert data == (source / "model.safetensors").read_bytes()
+
+
+def test_a_copy_that_waits_for_another_process_says_so_and_reports_its_bytes(
+    server: CheckpointServer, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tmp_path / "shared"
+    target.mkdir()
+    reports: queue.SimpleQueue[int] = queue.SimpleQueue()
+    files = {"model.safetensors": file_facts(source / "model.safetensors")}
+    with (target / "model.safetensors.part").open("wb") as part, ThreadPoolExecutor(1) as thread:
+        assert lock_file(part.fileno())
+        copy = thread.submit(
+            copy_files, server.address, files, target, lambda done, total: reports.put(done)
+        )
+        for size in (1000, 3000):
+            part.truncate(size)
+            while reports.get(timeout=60) != size:
+                pass
+        assert "model.safetensors to this shared folder; this process waits" in caplog.text
+        assert f"process {os.getpid()} of this host copies" in caplog.text or not lists_locks(part)
+        part.truncate(0)
+        part.close()  # as the other process ends
+        copy.result(60)
+    data = (target / "model.safetensors").read_bytes()
+    assert data == (source / "model.safetensors").read_bytes()
+
+
+def lists_locks(part: BinaryIO) -> bool:
+    """Whether the kernel lists the lock with the file's device, which some file systems replace."""
+    facts = os.fstat(part.fileno())
+    device = f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}"
+    return f" {device}:{facts.st_ino} " in Path("/proc/locks").read_text()
+
+
+def test_a_file_that_cannot_be_copied_ends_the_wait_for_another_one(
+    server: CheckpointServer, source: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "shared"
+    target.mkdir()
+    files = {
+        "model.safetensors": file_facts(source / "model.safetensors"),
+        "secret.txt": file_facts(source / "secret.txt"),
+    }
+    with (target / "model.safetensors.part").open("wb") as part:
+        assert lock_file(part.fileno())
+        with pytest.raises(CopyError, match=r"secret\.txt cannot be copied"):
+            copy_files(server.address, files, target)
 
 
 def test_a_part_that_another_process_completes_is_no_error(

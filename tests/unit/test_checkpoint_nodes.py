@@ -1,6 +1,8 @@
 """Each node of the ranks gets the checkpoint from a node that has it, over fake actors and real files."""
 
 import asyncio
+import queue
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,8 @@ from ray.exceptions import ActorDiedError
 
 from cluster.supervisor import checkpoint_nodes
 from cluster.supervisor.checkpoint_nodes import CheckpointNodesError, spread
-from tests.unit.ray_fakes import FakeHandle
 from workers.config import ModelSection
+from workers.rank import checkpoint_holder
 from workers.rank.checkpoint_holder import CheckpointHolder
 from workers.weights.checkpoint_copy import CopyAddress, CopyError
 from workers.weights.checkpoint_files import CheckpointFiles, FileFacts
@@ -51,9 +53,13 @@ def write(folder: Path, text: str = "weights") -> None:
     (folder / "model.safetensors").write_text(text)
 
 
+async def call(rank: FakeNodeRank, method: str, *arguments: Any) -> Any:
+    return await getattr(rank, method)(*arguments)
+
+
 def run(model: ModelSection, *ranks: FakeNodeRank) -> None:
-    handles: dict[str, Any] = {f"10.0.0.{n}": FakeHandle(rank) for n, rank in enumerate(ranks)}
-    asyncio.run(spread(model, handles, OWN))
+    calls = {f"10.0.0.{n}": partial(call, rank) for n, rank in enumerate(ranks)}
+    asyncio.run(spread(model, calls, OWN))
 
 
 def folders(tmp_path: Path, *having: str) -> list[FakeNodeRank]:
@@ -154,9 +160,30 @@ def test_a_source_that_is_gone_leaves_the_error_of_the_copy(
         monkeypatch.setattr(rank, "copy_checkpoint", copy_checkpoint)
 
     async def bounded() -> None:
-        handles: dict[str, Any] = {f"10.0.0.{n}": FakeHandle(rank) for n, rank in enumerate(ranks)}
+        calls = {f"10.0.0.{n}": partial(call, rank) for n, rank in enumerate(ranks)}
         async with asyncio.timeout(60):
-            await spread(nowhere(tmp_path), handles, OWN)
+            await spread(nowhere(tmp_path), calls, OWN)
 
     with pytest.raises(CopyError, match="cannot be copied"):
         asyncio.run(bounded())
+
+
+def test_a_fetch_from_the_hub_reports_the_bytes_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a begun file, as of another process that holds the file's lock."""
+    reports: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+
+    def fetch(path: str, commit: str) -> None:
+        for size in (1000, 3000):
+            (blobs / "c0ffee.incomplete").write_bytes(bytes(size))
+            while reports.get(timeout=60) != (size, 0):
+                pass
+
+    monkeypatch.setattr("workers.hub.snapshot_folder", lambda *_: tmp_path / "snapshots" / "commit")
+    monkeypatch.setattr("workers.hub.fetch_weights", fetch)
+    monkeypatch.setattr(checkpoint_holder, "PROGRESS_S", 0.001)
+    model = ModelSection(path="owner/model", revision="c0ffee")
+    CheckpointHolder(model, OWN).fetch(None, lambda *progress: reports.put(progress))

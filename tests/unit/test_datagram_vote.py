@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kernels.host.awake import AwakeTime
 from kernels.host.links import HostNetwork
 from workers.engine import datagram_vote
 from workers.engine.datagram_vote import _ROWS, DatagramVoteTransport
@@ -161,7 +162,7 @@ def test_a_pause_of_this_process_is_no_silence_of_a_peer(monkeypatch: pytest.Mon
         moments.append(100.0 * len(moments))
         return moments[-1]
 
-    monkeypatch.setattr(datagram_vote, "time", SimpleNamespace(monotonic=paused, sleep=time.sleep))
+    monkeypatch.setattr(datagram_vote, "AwakeTime", partial(AwakeTime, clock=paused))
     with ranks_on_hosts(2) as transports, ThreadPoolExecutor(1) as pool:
         row = np.zeros(1, dtype=np.int64)
         waiting = pool.submit(transports[0].all_gather, row)

@@ -6,6 +6,7 @@ import logging
 import pytest
 from ray.exceptions import ActorDiedError
 
+from cluster.client import group_streams
 from cluster.client.engine_client import EngineClient
 from cluster.errors import EngineDeadError
 from cluster.supervisor import actor
@@ -18,7 +19,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fakes(monkeypatch)
 
 
-def test_tokens_arrive_and_their_load_is_released():
+def test_tokens_arrive_and_their_load_is_released(monkeypatch):
     async def scenario() -> None:
         async with scene() as now:
             assert now.client.health() == (True, "")
@@ -35,7 +36,11 @@ def test_tokens_arrive_and_their_load_is_released():
             assert now.answers["a"] == [100, 101, 102] and now.outstanding == (0, 0)
             assert not now.ranks[1].aborted
             assert await now.client.rank_stats() == [{"rank": 0}, {"rank": 1}]
+            now.ranks[0].hang.add("stats")
+            silent = {"rank": 0, "silent": True}
+            assert await now.client.rank_stats() == [silent, {"rank": 1}]
 
+    monkeypatch.setattr(group_streams, "STATS_S", 0.5)
     run(scenario())
 
 

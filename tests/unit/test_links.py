@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from kernels.host import links
+from kernels.host.awake import AwakeTime
 from kernels.host.links import HostNetwork, Link, LinkListener
 from kernels.host.shm import PeerLeftError
 
@@ -100,6 +102,23 @@ def test_a_slow_peer():
         first._network = replace(NETWORK, timeout_s=0.2)  # the ranks had longer to connect
         with pytest.raises(TimeoutError, match=r"rank 1 sent nothing within 0\.2 s"):
             read(first, 1)
+
+
+def test_a_pause_of_this_rank_is_no_silence_of_its_peer(monkeypatch: pytest.MonkeyPatch):
+    """The peer sends some looks after it, because it was paused too."""
+    num_calls = 0
+
+    def clock_with_a_stop() -> float:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:
+            second.send(b"x")
+        return 1000.0 if num_calls > 1 else 0.0
+
+    with two_ranks() as (first, second):
+        monkeypatch.setattr(links, "AwakeTime", partial(AwakeTime, clock=clock_with_a_stop))
+        assert read(first, 1) == b"x"
+        assert num_calls == 4
 
 
 @pytest.mark.parametrize("end", [Link.abort, Link.close])

@@ -315,3 +315,18 @@ def test_ranks_that_do_not_answer_are_a_503():
 
     api.backend.rank_stats = silent
     assert_error(api.get("/ranks"), 503, "engine_unavailable")
+
+
+def test_a_rank_that_does_not_answer_is_named_and_hides_no_other():
+    api = Api()
+    api.backend.stats = [{"rank": 0, "silent": True}, {"rank": 1, "running": 3}]
+    lines = [line for line in api.get("/metrics").text.splitlines() if 'rank="' in line]
+    assert [line.rpartition(" ")[2] for line in lines if "rank_answers{" in line] == ["0.0", "1.0"]
+    assert [line for line in lines if 'rank="0"' in line] == lines[:1]
+    (running,) = [line for line in lines if line.startswith("phalanx:num_requests_running{")]
+    assert 'rank="1"' in running and running.endswith(" 3.0")
+    answer = api.get("/ranks").json()
+    assert [it["rank"] for it in answer["ranks"]] == [1] and answer["silent_ranks"] == [0]
+    silent = Api()
+    silent.backend.stats = [{"rank": 0, "silent": True}]
+    assert_error(silent.get("/ranks"), 503, "engine_unavailable")

@@ -186,7 +186,7 @@ def test_a_lease_pins_contents_until_its_reader_ends_it_or_sends_no_beat() -> No
 
 
 READER = """
-import os, signal, sys, time, zmq
+import json, os, signal, sys, time, zmq
 from workers.kv_transfer.connector import Item
 from workers.kv_transfer.keeper import KeeperConfig
 from workers.kv_transfer.keeper_client import KeeperClient
@@ -196,15 +196,20 @@ from workers.kv_transfer.nixl_memory import NixlMemory, ReadFailedError
 from kernels.host.processes import start_ticks
 
 source, other, how, names = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4].split(",")
+beside = sys.argv[7:] == ["beside"]
 owner = os.getpid(), start_ticks(os.getpid())
 client = KeeperClient(KeeperConfig(os.urandom(8).hex(), 2**22, owner))
 form = Form(bytes.fromhex(sys.argv[5]), int(sys.argv[6]))
 client.layout(*form, 0)
 
 class Interrupted(NixlMemory):
-    def begin_read(self, source, runs):
+    def begin_read(self, there, runs):
         os.kill(other, getattr(signal, how))  # the source has answered, and no byte was read
-        return super().begin_read(source, runs)
+        if beside:
+            link = SourceLink(zmq.Context.instance(), source)
+            link._socket.send(json.dumps(("find", form[0].hex(), form[1], [])).encode())
+            time.sleep(0.5)  # the source takes it meanwhile
+        return super().begin_read(there, runs)
 
 memory = Interrupted("reader", client.memory)
 items = [Item(bytes.fromhex(name), b"", False, -1, b"", n) for n, name in enumerate(names)]
@@ -214,6 +219,7 @@ pull = Pull(job, memory, client.memory, client, limits)
 begun = time.monotonic()
 try:
     pull.run(lambda source: SourceLink(zmq.Context.instance(), source))
+    print("done", len(pull.result.done), flush=True)
 except ReadFailedError as error:
     assert how == "SIGKILL" or time.monotonic() - begun >= 1
     found = client.find([item.name for item in items])
@@ -225,14 +231,29 @@ os._exit(0)
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_source_that_ends_or_stops_in_the_middle_of_a_read(how: str, tmp_path: Path) -> None:
     """The reader gets an error and publishes nothing; the end of its process frees what it had reserved."""
+    with node() as there:
+        output = read_from(there, there.pid, how, tmp_path)
+    assert "failed set() 3" in output, output
+
+
+def test_a_read_goes_on_while_the_keeper_of_the_source_is_stopped(tmp_path: Path) -> None:
+    """Another reader asks for contents meanwhile, which the keeper does not find."""
+    with node() as there:
+        with second_client(there.case) as client:
+            keeper, _ = client.keeper
+        output = read_from(there, keeper, "SIGSTOP", tmp_path, "beside")
+    assert "done 3" in output, output
+
+
+def read_from(there: Node, pid: int, how: str, tmp_path: Path, *more: str) -> str:
+    """Read from a node in a process that sends a signal to `pid` before the first byte; return its output."""
     output = tmp_path / "output"
-    with node() as there, output.open("w") as file:
+    with output.open("w") as file:
         items = there.case.blocks([0, 1, 2])
         there.case.run(Transfer(items), load=False)
         names = ",".join(item.key.hex() for item in items)
         form = there.case.contents.compatibility.hex(), str(there.case.tier._unit_bytes)
-        pid = there.pid
-        arguments = [there.fetcher.source, str(pid), how, names, *form]
+        arguments = [there.fetcher.source, str(pid), how, names, *form, *more]
         try:
             # Its keeper holds the output open until the process is reaped, so the output is no pipe.
             subprocess.run(
@@ -246,4 +267,4 @@ def test_a_source_that_ends_or_stops_in_the_middle_of_a_read(how: str, tmp_path:
         finally:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-    assert "failed set() 3" in output.read_text(), output.read_text()
+    return output.read_text()

@@ -17,6 +17,7 @@ from tests.unit import ray_fakes
 from tests.unit.client_scene import Scene, run, scene, use_fakes
 from tests.unit.ray_fakes import FakeRank, until
 from tests.unit.tcp_proxy import BACK, FORWARD, Proxy
+from tests.unit.test_awake import Clock
 from workers.rank import token_streams
 from workers.wire import secure_socket
 from workers.wire.request import RequestOutput
@@ -316,29 +317,47 @@ def without_descriptors() -> Iterator[None]:
 
 
 def test_beats_prove_that_messages_have_arrived() -> None:
-    watch = stream_watch.StreamWatch(10.0)
-    for beat in range(stream_watch.ARRIVAL_BEATS):
-        assert watch.beat(num_taken=0, num_sent=3, now=11.0 + beat) is None, "on their way"
-    reason = watch.beat(num_taken=2, num_sent=4, now=20.0)
+    clock = Clock(10.0)
+    watch = stream_watch.StreamWatch(clock)
+    for _ in range(stream_watch.ARRIVAL_BEATS):
+        clock.now += 1.0
+        assert watch.beat(num_taken=0, num_sent=3) is None, "on their way"
+    clock.now = 20.0
+    reason = watch.beat(num_taken=2, num_sent=4)
     assert reason == "2 of 3 messages of this ingress have arrived at the rank"
-    assert watch.beat(num_taken=3, num_sent=4, now=21.0) is None
-    assert watch.beat(num_taken=None, num_sent=4, now=22.0) is not None
+    clock.now = 21.0
+    assert watch.beat(num_taken=3, num_sent=4) is None
+    clock.now = 22.0
+    assert watch.beat(num_taken=None, num_sent=4) is not None
 
 
 def test_beats_that_were_read_late_prove_no_loss() -> None:
     """After a pause of this process a request is sent first, then the beats of the pause are read."""
-    watch = stream_watch.StreamWatch(10.0)
+    clock = Clock(10.0)
+    watch = stream_watch.StreamWatch(clock)
+    clock.now = 20.0
     for _ in range(2 * stream_watch.ARRIVAL_BEATS):
-        assert watch.beat(num_taken=0, num_sent=1, now=20.0) is None
-    assert watch.beat(num_taken=1, num_sent=1, now=21.0) is None
+        assert watch.beat(num_taken=0, num_sent=1) is None
+    clock.now = 21.0
+    assert watch.beat(num_taken=1, num_sent=1) is None
 
 
 def test_a_rank_without_beats_is_silent_and_a_pause_of_this_process_is_not() -> None:
     """A client looks every 2 s."""
-    watch = stream_watch.StreamWatch(10.0)
-    watch.beat(num_taken=0, num_sent=0, now=22.0)
-    assert [watch.silence(22.0 + look) for look in (2, 4, 6, 7.4)] == [None] * 4
-    assert watch.silence(31.0) == "the rank has sent nothing for 9 s"
-    watch.beat(num_taken=0, num_sent=0, now=32.0)
-    assert watch.silence(33.0) is watch.silence(60.0) is watch.silence(62.0) is None, "a pause"
-    assert watch.silence(64.0) is not None
+    clock = Clock(10.0)
+    watch = stream_watch.StreamWatch(clock)
+
+    def silences(*moments: float) -> list[str | None]:
+        found = []
+        for clock.now in moments:
+            found.append(watch.silence())
+        return found
+
+    clock.now = 22.0
+    watch.beat(num_taken=0, num_sent=0)
+    assert silences(24.0, 26.0, 28.0, 29.4) == [None] * 4
+    assert silences(31.0) == ["the rank has sent nothing for 9 s"]
+    clock.now = 32.0
+    watch.beat(num_taken=0, num_sent=0)
+    assert silences(33.0, 60.0, 62.0) == [None] * 3, "a pause"
+    assert silences(64.0) != [None]

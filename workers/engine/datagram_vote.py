@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.host.awake import AwakeTime
 from kernels.host.links import HostNetwork
 from kernels.host.owned import start_thread
 from kernels.host.readable import Readable
@@ -159,17 +160,16 @@ class DatagramVoteTransport(AbortableVote):
 
     def _receive(self, peer: _Peer) -> bytes:
         """Return the peer's message of this vote."""
-        silent_s = waited_s = 0.0
-        wait_s, polled = _ASK_S, time.monotonic()
+        # A longer wait was a pause of this process, in which the peer may have been paused too.
+        awake = AwakeTime(2 * _MAX_ASK_S)
+        wait_s, heard_at = _ASK_S, 0.0
         while (found := peer.early.pop(self._vote, None)) is None:
             self._check_running()
-            heard, now = self._read(peer, wait_s), time.monotonic()
-            # A longer wait was a pause of this process, in which the peer may have been paused too.
-            spent_s, polled = min(now - polled, 2 * wait_s), now
-            waited_s += spent_s
-            silent_s = 0.0 if heard else silent_s + spent_s
-            if not heard:
-                self._check_time(peer, silent_s, waited_s)
+            heard, waited_s = self._read(peer, wait_s), awake.look()
+            if heard:
+                heard_at = waited_s
+            else:
+                self._check_time(peer, waited_s - heard_at, waited_s)
                 self._ask(peer)
                 wait_s = min(2 * wait_s, _MAX_ASK_S)
         return found

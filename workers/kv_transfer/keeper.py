@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels.host.processes import runs, start_ticks
 from workers.kv_transfer.disk_tier import DiskTier
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 KEEP_S = 120.0
 """Time for a rank to start in the place of the last one of a node."""
 POLL_S = 0.5
+ACCEPT_RETRY_S = 0.1
 RANK_S = 5.0
 """Time for the rest of a message from or to a rank: all others wait, so one that stops in the middle is dropped."""
 
@@ -79,6 +80,12 @@ class KeeperConfig:
     disk_salt: str = ""
 
 
+class RequestFailed(NamedTuple):
+    """The answer to a request that raised an error in the keeper."""
+
+    reason: str
+
+
 @dataclass(eq=False)
 class _Client:
     """A connected rank, with the contents that it writes and reads. layout: of its contents, once it is known."""
@@ -108,7 +115,7 @@ class Keeper:
         # Names, from before there is a form of contents, and so before the files are known.
         self._forgotten: list[bytes] = []
         self._clients: list[_Client] = []
-        self._counts: dict[str, float] = {"damaged": 0}
+        self._counts: dict[str, float] = {"damaged": 0, "errors": 0}
 
     def add(self, connection: Connection) -> None:
         """Serve one more rank."""
@@ -132,8 +139,18 @@ class Keeper:
         except (EOFError, OSError):
             self._drop(client)
             return client.left
+        except Exception as error:
+            self._fail(client, error)
         self._follow_evictions()
         return False
+
+    def _fail(self, client: _Client, error: Exception) -> None:
+        """Answer a request that raised an error, and go on with the other ranks. The rank may connect again."""
+        logger.error("a request of a rank has failed", exc_info=error)
+        self._counts["errors"] += 1
+        with suppress(OSError):
+            client.connection.send(RequestFailed(repr(error)))
+        self._drop(client)
 
     def close(self) -> None:
         """Finish the files."""
@@ -330,7 +347,13 @@ def serve(config: KeeperConfig, listener: socket.socket) -> None:
 
 
 def _accepted(listener: socket.socket) -> Connection | None:
-    peer, _ = listener.accept()
+    try:
+        peer, _ = listener.accept()
+    except OSError as error:
+        # Without a descriptor the rank waits in the queue of the socket.
+        logger.warning("a rank cannot connect for now: %s", error)
+        time.sleep(ACCEPT_RETRY_S)
+        return None
     try:
         check_peer(peer)
     except PermissionError as error:

@@ -19,7 +19,13 @@ from typing import Any
 from kernels.host.processes import start_ticks
 from workers.kv_transfer.hints import Hints
 from workers.kv_transfer.host_index import Place
-from workers.kv_transfer.keeper import KeeperConfig, address_of, bound_waits, check_peer
+from workers.kv_transfer.keeper import (
+    KeeperConfig,
+    RequestFailed,
+    address_of,
+    bound_waits,
+    check_peer,
+)
 
 START_S = 20.0
 RESTART_S = 1.0
@@ -37,7 +43,7 @@ Found = tuple[list[int], int, str]
 
 
 class KeeperLostError(ConnectionError):
-    """The keeper has ended, or does not answer."""
+    """The keeper has ended, does not answer, or has failed in a request and dropped the connection."""
 
 
 class KeeperStoppedError(KeeperLostError):
@@ -124,7 +130,10 @@ class KeeperClient:
             self._connection.send((kind, *arguments))
             if not self._connection.poll(ANSWER_S):
                 raise KeeperStoppedError(f"no answer to {kind} within {ANSWER_S:g} s")
-            return self._connection.recv()
+            answer = self._connection.recv()
+            if isinstance(answer, RequestFailed):
+                raise KeeperLostError(f"the keeper failed in {kind}: {answer.reason}")
+            return answer
         except (EOFError, OSError) as error:
             self._connection.close()
             if isinstance(error, KeeperLostError):

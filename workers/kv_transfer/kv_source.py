@@ -11,7 +11,9 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import zmq
@@ -25,6 +27,10 @@ logger = logging.getLogger(__name__)
 BEAT_S = 1.0
 MAX_LEASES = 64
 """Each lease has a connection to the keeper."""
+NUM_THREADS = 8
+"""Requests to the keeper at once; further ones wait."""
+CLOSE_S = 2.0
+"""Time to leave the keeper. A keeper that is stopped finds later that this process has ended."""
 
 
 class Form(NamedTuple):
@@ -62,8 +68,24 @@ def address_of(source: str) -> StreamAddress:
     return StreamAddress(endpoint, key.encode())
 
 
+Reply = tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class _Lease:
+    """The lease of a reader, from its request on.
+
+    opening   the connection to the keeper, which pins the contents, and the answer; None: the reader is refused
+    until     the lease ends without a further beat
+    """
+
+    opening: "Future[tuple[KeeperClient | None, Reply]]"
+    until: float
+    answered: bool = False
+
+
 class SourceServer:
-    """Answers readers. All methods belong to one thread.
+    """Answers readers. All methods belong to one thread, and none of them waits for the keeper but `close`.
 
     attach      makes a connection to the keeper of this node, which pins the contents of one lease
     lease_s     time from a reader's last beat to the end of its lease
@@ -81,7 +103,10 @@ class SourceServer:
         self.socket, address = listen(context, host, zmq.ROUTER)
         self.source = source_of(address)
         self._registered, self._attach, self._lease_s = registered, attach, lease_s
-        self._leases: dict[bytes, tuple[KeeperClient, float]] = {}
+        self._leases: dict[bytes, _Lease] = {}
+        # The keeper may be stopped, and the caller has reads of other nodes to serve meanwhile.
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-source")
+        self._leaving: set[Future[None]] = set()
 
     @property
     def num_leases(self) -> int:
@@ -89,65 +114,110 @@ class SourceServer:
         return len(self._leases)
 
     def answer(self) -> None:
-        """Answer all messages that are here. What cannot be read is logged. Raises KeeperLostError."""
+        """Take all messages that are here, and answer the readers for which the keeper has answered.
+
+        What cannot be read is logged. Raises KeeperLostError.
+        """
         while self.socket.poll(0):
             reader, message = self.socket.recv_multipart()
             try:
                 kind, *arguments = json.loads(message)
                 if kind == "find":
-                    reply = self._find(reader, *arguments)
-                    self.socket.send_multipart([reader, json.dumps(reply).encode()])
+                    self._find(reader, arguments)
                 elif kind == "beat" and reader in self._leases:
-                    self._leases[reader] = self._leases[reader][0], self._until()
+                    self._leases[reader].until = self._until()
                 elif kind == "end":
                     self._end(reader)
             except (ValueError, TypeError) as error:
-                logger.warning("a message of a reader of KV cannot be read: %r", error)
+                _cannot_read(error)
+        for reader, lease in list(self._leases.items()):
+            if not lease.answered and lease.opening.done():
+                self._answer(reader, lease)
 
     def expire(self) -> None:
         """End the leases of readers that have sent no beat."""
         now = time.monotonic()
-        for reader, (_, until) in list(self._leases.items()):
-            if now > until:
+        for reader, lease in list(self._leases.items()):
+            if now > lease.until:
                 logger.warning("a reader of KV has sent nothing for %g s", self._lease_s)
                 self._end(reader)
 
     def close(self) -> None:
-        """End all leases."""
+        """End all leases, and wait CLOSE_S at most for the keeper."""
         for reader in list(self._leases):
             self._end(reader)
+        self._threads.shutdown(wait=False)
+        wait(self._leaving, CLOSE_S)
         self.socket.close()
 
     def _until(self) -> float:
         return time.monotonic() + self._lease_s
 
-    def _find(
-        self, reader: bytes, compatibility: str, unit_bytes: int, names: list[str]
-    ) -> tuple[Any, ...]:
+    def _find(self, reader: bytes, arguments: Sequence[Any]) -> None:
         self._end(reader)
         if len(self._leases) >= MAX_LEASES:
-            return "refused", f"{MAX_LEASES} readers are served already"
+            self._send(reader, ("refused", f"{MAX_LEASES} readers are served already"))
+            return
+        self._leases[reader] = _Lease(self._threads.submit(self._open, *arguments), self._until())
+
+    def _open(
+        self, compatibility: str, unit_bytes: int, names: Sequence[str]
+    ) -> tuple[KeeperClient | None, Reply]:
+        """Pin contents, by a connection to the keeper of their own. Runs on a thread of its own."""
+        form, wanted = bytes.fromhex(compatibility), [bytes.fromhex(name) for name in names]
         client = self._attach()
-        if not client.join(bytes.fromhex(compatibility), unit_bytes):
+        if not client.join(form, unit_bytes):
             _leave(client)
-            return "refused", "the store has contents of another model, precision or memory layout"
-        found = client.find([bytes.fromhex(name) for name in names])
-        self._leases[reader] = client, self._until()
+            form_differs = "the store has contents of another model, precision or memory layout"
+            return None, ("refused", form_differs)
+        found = client.find(wanted)
         memory = self._registered
         held = [None if it is None else (it[0], it[1]) for it in found]
-        return "held", memory.name, base64.b64encode(memory.metadata).decode(), memory.base, held
+        metadata = base64.b64encode(memory.metadata).decode()
+        return client, ("held", memory.name, metadata, memory.base, held)
+
+    def _answer(self, reader: bytes, lease: _Lease) -> None:
+        try:
+            client, reply = lease.opening.result()
+        except (ValueError, TypeError) as error:
+            _cannot_read(error)
+            del self._leases[reader]
+            return
+        lease.answered = True
+        if client is None:
+            del self._leases[reader]
+        self._send(reader, reply)
+
+    def _send(self, reader: bytes, reply: Reply) -> None:
+        self.socket.send_multipart([reader, json.dumps(reply).encode()])
 
     def _end(self, reader: bytes) -> None:
         """End the lease of a reader, if it has one: the keeper unpins the contents of the connection."""
-        client, _ = self._leases.pop(reader, (None, 0.0))
-        if client is not None:
-            _leave(client)
+        lease = self._leases.pop(reader, None)
+        if lease is not None:
+            self._leaving = {it for it in self._leaving if not it.done()}
+            self._leaving.add(self._threads.submit(_end_opened, lease.opening))
+
+
+def _end_opened(opening: "Future[tuple[KeeperClient | None, Reply]]") -> None:
+    """End what a lease has opened. A thread took `opening` before, so that the wait for it ends."""
+    try:
+        client, _ = opening.result()
+    except Exception as error:
+        logger.warning("a lease of a reader of KV was never open: %r", error)
+        return
+    if client is not None:
+        _leave(client)
 
 
 def _leave(client: KeeperClient) -> None:
     """End a connection in order, so that the keeper does not wait for its return."""
     client.leave()
     client.close()
+
+
+def _cannot_read(error: Exception) -> None:
+    logger.warning("a message of a reader of KV cannot be read: %r", error)
 
 
 class SourceLink:

@@ -15,10 +15,11 @@ from multiprocessing.connection import Connection
 
 import zmq
 
+from kernels.host.owned import start_thread
 from workers.kv_transfer.keeper import KeeperConfig
 from workers.kv_transfer.keeper_client import KeeperClient, KeeperLostError
 from workers.kv_transfer.kv_pull import FetchJob, FetchLimits, Pull
-from workers.kv_transfer.kv_source import SourceLink, SourceServer
+from workers.kv_transfer.kv_source import CLOSE_S, SourceLink, SourceServer
 from workers.kv_transfer.nixl_memory import NixlMemory, ReadFailedError
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,8 @@ class NixlProcess:
                     self._memory.progress()
         except EOFError:
             self._server.close()
-            self._client.leave()
+            leaving = start_thread(self._client.leave, _cannot_leave, "leave-keeper")
+            leaving.join(CLOSE_S)
 
     def _attach(self) -> KeeperClient:
         """Return a connection of its own to the keeper that owns the registered memory."""
@@ -122,6 +124,10 @@ class NixlProcess:
     def _answer(self, pull: Pull) -> None:
         with self._sending:
             self._rank.send(pull.result)
+
+
+def _cannot_leave(error: BaseException) -> None:
+    logger.warning("the keeper is not left in order: %r", error)
 
 
 def main(descriptor: int) -> None:

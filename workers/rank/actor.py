@@ -122,8 +122,8 @@ class RankActor:
         return Membership(self._index, fence.epoch, fence.first, info, leases, self._config)
 
     async def fetch_checkpoint(self, token: str | None) -> None:
-        """Fetch the model of the Hub to this node, see CheckpointHolder. The Hub's client has time limits."""
-        await asyncio.to_thread(self._holder.fetch, token)
+        """Fetch the model of the Hub to this node, see CheckpointHolder."""
+        await asyncio.to_thread(self._holder.fetch, token, self._set_progress)
 
     async def checkpoint_files(self) -> CheckpointFiles | None:
         """Return the checkpoint's files on this node; None if this process has read its weights already."""

@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from workers import hub
 from workers.config import ModelSection
 from workers.weights.checkpoint_copy import CheckpointServer, CopyAddress, copy_files
 from workers.weights.checkpoint_files import CheckpointFiles, FileFacts, find_files
+
+PROGRESS_S = 1.0  # between two reports of a fetch
 
 
 class CheckpointHolder:
@@ -16,10 +19,11 @@ class CheckpointHolder:
         self._model, self._address = model, address
         self._server: CheckpointServer | None = None
 
-    def fetch(self, token: str | None) -> None:
+    def fetch(self, token: str | None, progress: Callable[[int, int], None]) -> None:
         """Fetch a model of the Hub, if this node lacks files of it. Raises HubError.
 
-        token   of the Hub; None = that of this node, if it has one
+        token      of the Hub; None = that of this node, if it has one
+        progress   gets the bytes in the cache, and 0 for their total, which is unknown
         """
         model = self._model
         if model.revision is None:
@@ -27,7 +31,11 @@ class CheckpointHolder:
         if token is not None:
             os.environ["HF_TOKEN"] = token  # where the Hub's client looks for it
         fetch = hub.fetch_description if model.weights == "dummy" else hub.fetch_weights
-        fetch(model.path, model.revision)
+        with ThreadPoolExecutor(1) as thread:
+            fetching = thread.submit(fetch, model.path, model.revision)
+            while not wait([fetching], PROGRESS_S).done:
+                progress(hub.fetched_bytes(model.path, model.revision), 0)
+            fetching.result()
 
     def files(self) -> CheckpointFiles:
         """Return the files that ranks read."""

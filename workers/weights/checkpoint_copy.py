@@ -4,7 +4,6 @@ A copy that was interrupted continues where it ended. A file takes its name only
 server's file. The server answers holders of its key alone; like the rows of the all-to-all, files travel unencrypted.
 """
 
-import fcntl
 import hashlib
 import hmac
 import json
@@ -16,12 +15,13 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kernels.host.file_locks import file_holder, lock_file
 from kernels.host.owned import start_thread
 from workers.hub import part_bytes
 from workers.weights.checkpoint_files import CheckpointError, FileFacts
@@ -32,6 +32,7 @@ NONCE_BYTES, DIGEST_BYTES = 16, 32
 BUFFER_BYTES = 4 * 1024 * 1024
 TIMEOUT_S = 30.0
 ATTEMPTS = 3
+LOCK_POLL_S = 0.2  # between two attempts to lock a file that another process copies
 NUM_STREAMS = 4  # one TCP connection and one core for SHA-256 each
 
 
@@ -89,15 +90,17 @@ def copy_files(
     total = sum(facts.size for facts in files.values())
     bar = _Bar(total - sum(facts.size for facts in lacking.values()), total, progress)
     _check_space(folder, lacking)
+    failed = threading.Event()
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
         copies = [
-            threads.submit(_copy_file, address, folder, name, facts.size, bar)
+            threads.submit(_copy_file, address, folder, name, facts.size, bar, failed)
             for name, facts in lacking.items()
         ]
         try:
-            for copy in copies:
+            for copy in as_completed(copies):
                 copy.result()
         except BaseException:
+            failed.set()
             threads.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -127,13 +130,18 @@ def _check_space(folder: Path, lacking: Mapping[str, FileFacts]) -> None:
         )
 
 
-def _copy_file(address: CopyAddress, folder: Path, name: str, size: int, bar: _Bar) -> None:
-    """Copy one file. A process that copies the same file into a shared folder waits for the first."""
+def _copy_file(
+    address: CopyAddress, folder: Path, name: str, size: int, bar: _Bar, failed: threading.Event
+) -> None:
+    """Copy one file. A process that copies the same file into a shared folder waits for the first.
+
+    failed   another file cannot be copied: wait no more
+    """
     target = folder / name
     part = _part_of(target)
     part.parent.mkdir(exist_ok=True)
     with part.open("a+b") as out:
-        fcntl.flock(out, fcntl.LOCK_EX)
+        _lock(out.fileno(), target, bar, failed)
         if target.exists():  # the other process has copied it; `part` may be a new, empty file
             part.unlink(missing_ok=True)
             bar.add(size)
@@ -154,6 +162,27 @@ def _copy_file(address: CopyAddress, folder: Path, name: str, size: int, bar: _B
         part.rename(target)
 
 
+def _lock(out: int, target: Path, bar: _Bar, failed: threading.Event) -> None:
+    """Wait until no other process copies the file. The bytes of the other copy count as progress meanwhile."""
+    counted, reported = 0, False
+    try:
+        while not lock_file(out):
+            if not reported:
+                logger.warning(
+                    "%s copies %s to this shared folder; this process waits",
+                    file_holder(out),
+                    target,
+                )
+                reported = True
+            if failed.wait(LOCK_POLL_S):
+                raise CancelledError
+            written = os.fstat(out).st_size
+            bar.add(written - counted)
+            counted = written
+    finally:
+        bar.add(-counted)
+
+
 def _continue(address: CopyAddress, name: str, out: int, size: int, bar: _Bar) -> bool:
     """Append what a begun copy lacks. Return whether the whole then has the source's digest."""
     begun = os.fstat(out).st_size
@@ -161,13 +190,14 @@ def _continue(address: CopyAddress, name: str, out: int, size: int, bar: _Bar) -
         os.truncate(out, 0)
         begun = 0
     digest = hashlib.sha256()
-    with os.fdopen(os.dup(out), "rb") as written:
-        written.seek(0)
-        while block := written.read(BUFFER_BYTES):
-            digest.update(block)
-    bar.add(begun)
-    counted, same = begun, False
+    counted, same = 0, False
     try:
+        with os.fdopen(os.dup(out), "rb") as written:
+            written.seek(0)
+            while block := written.read(BUFFER_BYTES):
+                digest.update(block)
+                counted += len(block)
+                bar.add(len(block))
         # The server reads the file for the digest while it sends it, so the second read is of memory.
         with (
             _ask(address, {"digest": name}) as answer,

@@ -51,7 +51,7 @@ def add_metrics_routes(
         tokens in a step), draft_tokens, accepted_tokens, step_seconds by part. Gauges:
         running, waiting, kv_cache_usage (1 = all blocks), prefill_cap (most prompt tokens of a rank in a step in
         which a rank decodes; null = no limit). `epoch` counts the rebuilds of the group.
-        `groups` as in /ready.
+        `silent_ranks`: ranks that did not answer in time. `groups` as in /ready.
         """
         return Response(await shared_figures.get(), media_type="application/json")
 
@@ -97,12 +97,20 @@ async def _figures(provider: Callable[[], EngineBackend], settings: ApiSettings)
     except (EngineDeadError, TimeoutError) as error:
         reason = not_serving(groups) or str(error) or "the ranks do not answer"
         raise EngineDeadError(reason) from error
+    silent = [values["rank"] for values in stats if values.get("silent")]
+    if stats and len(silent) == len(stats):
+        raise EngineDeadError(not_serving(groups) or "the ranks do not answer")
     return to_json(
         {
             "time": time.time(),
             "model": backend.model_name,
             "groups": groups,
-            "ranks": [_rank_fields(rank, values) for rank, values in enumerate(stats)],
+            "ranks": [
+                _rank_fields(rank, values)
+                for rank, values in enumerate(stats)
+                if not values.get("silent")
+            ],
+            "silent_ranks": silent,
         }
     )
 

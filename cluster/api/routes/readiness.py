@@ -15,6 +15,7 @@ from typing import Any
 from cluster.api.backend import EngineBackend
 from cluster.api.settings import ApiSettings
 from cluster.errors import EngineDeadError, ServingError
+from kernels.host.awake import wait_awake
 from workers.wire.request import NO_OUTPUT, PROBE_PREFIX, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -73,10 +74,7 @@ class Readiness:
         """
         counting = asyncio.create_task(self._busy_steps(backend))
         probes = {rank: asyncio.create_task(self._one_answer(backend, rank)) for rank in unproven}
-        part_s = self._settings.probe_timeout_s / 2
-        # In two parts: a pause of this process ends one of them alone, and is no silence of ranks.
-        for _ in range(2):
-            await asyncio.wait(probes.values(), timeout=part_s)
+        await wait_awake(probes.values(), self._settings.probe_timeout_s)
         silent = {rank for rank, probe in probes.items() if probe.cancel()}
         await asyncio.gather(*probes.values(), counting, return_exceptions=True)
         for rank, probe in probes.items():
@@ -119,7 +117,7 @@ class Readiness:
                 stats = await backend.rank_stats()
         except (ServingError, TimeoutError):
             return {}
-        return {values["rank"]: _busy(values) for values in stats}
+        return {values["rank"]: _busy(values) for values in stats if not values.get("silent")}
 
 
 def not_serving(groups: list[dict[str, Any]]) -> str:
