@@ -235,6 +235,12 @@ class CacheConfig(Section):
         "split by it between state_snapshots and KV blocks.",
     )
 
+    @field_validator("transfer", mode="before")
+    @classmethod
+    def _yaml_words(cls, value: object) -> object:
+        """Turn a boolean back into a word, because YAML 1.1 reads a bare `off` as a boolean."""
+        return "off" if value is False else value
+
     def cached(self, specs: Iterable[AttentionSpec]) -> tuple[AttentionSpec, ...]:
         """Return the specs of a model's layers with this cache's precision."""
         return tuple(replace(spec, fp8_cache=self.dtype == "fp8") for spec in specs)

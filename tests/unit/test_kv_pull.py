@@ -88,6 +88,7 @@ def test_roles_on_several_nodes_need_the_setting_and_the_setting_needs_memory(
     memory, nixl = "cache.host_memory_gib=1", "cache.transfer=nixl"
     assert load_config(path, [*nodes, memory, nixl]).cache.transfer == "nixl"
     assert load_config(path, []).cache.transfer == "off"
+    assert load_config(path, ["cache.transfer=off"]).cache.transfer == "off", "no boolean of YAML"
     with pytest.raises(ConfigError, match=r"cluster.nodes: 2, .* cache.transfer: nixl"):
         load_config(path, [*nodes, memory])
     with pytest.raises(ConfigError, match=r"cache.transfer: nixl needs cache.host_memory_gib"):
