@@ -216,7 +216,7 @@ class CacheConfig(Section):
     transfer: Literal["off", "nixl"] = Field(
         "off",
         description="How a decode group gets the KV of a prompt from a prefill group on another node: nixl = NIXL "
-        "(pip install nixl-cu12) reads it from that node's host memory into its own; off = it computes the prompt.",
+        "(the extra phalanx[nixl]) reads it from that node's host memory into its own; off = it computes the prompt.",
     )
     state_snapshots: Auto | Annotated[int, Field(ge=0)] = Field(
         "auto",
