@@ -150,12 +150,12 @@ def test_groups_exchange_their_roles_and_no_open_stream_differs(
     cluster = {"ranks": 2, "device": "cpu", "hang_timeout_s": 120}
     with running(tmp_path, checkpoint, cluster=cluster, **SECTIONS) as server:
         until_handed_over(server)
+        ranks = server.ranks()
         for prefill, decode in ((0, 1), (1, 0)):
             numbers = range(4 * prefill, 4 * prefill + 4)
             whole = [ask(server, n, LONG, salt="whole", **WHOLE) for n in numbers]
             streams = [Stream(server, n) for n in numbers]
             assert all(stream.taken.wait(120) for stream in streams)
-            ranks = server.ranks()
             for rank in ranks:
                 rank.suspend()  # the streams are open for as long as the roles change
             try:
