@@ -80,7 +80,7 @@ class Steps:
             counts_here = len(decodes) == num_seqs
             if counts_here and num_drafts:
                 for seq in decodes:
-                    scheduler.table.propose(seq, [0] * num_drafts)
+                    seq.propose([0] * num_drafts)
             batch = scheduler.schedule()
             plan = self._plan(batch)
             output = runner.launch(batch, plan)

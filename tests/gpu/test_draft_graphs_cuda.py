@@ -24,11 +24,11 @@ from workers.rank.rank_info import Rendezvous
 from workers.runner.cuda_graphs import StepGraphs
 from workers.runner.draft_passes import Drafted, DraftPasses
 from workers.runner.draft_store import DraftStore
+from workers.speculation.drafter import NewTokens
 from workers.speculation.model_drafter import ModelDrafter
 from workers.step.drafts import Drafts
 from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import NO_DRAFT, ScheduledBatch
-from workers.step.sequence import Sequence
 from workers.wire.request import RequestOutput
 
 UNAVAILABLE = probe("cuda") if torch.cuda.is_available() else {}
@@ -83,10 +83,13 @@ class Passes:
             self.replays[f"{key.mode.name} {key.drafts}"] += 1
             replay(graphs, key, form)
 
-        def drafted(drafter: ModelDrafter, seq: Sequence, drafts: Drafts) -> None:
-            place, token_ids = seq.num_output_tokens, drafts.read()
-            right = answers[seq.request.request_id][place : place + place % (DEPTH + 1)]
-            taken(drafter, seq, Drafts.known((*right, *token_ids[len(right) :])[: len(drafts)]))
+        def drafted(drafter: ModelDrafter, new: NewTokens, drafts: Drafts) -> None:
+            changed = list(drafts.references)
+            for seq, index in zip(new.seqs, new.indices, strict=True):
+                place, token_ids = seq.num_output_tokens, drafts.read(index)
+                right = answers[seq.request.request_id][place : place + place % (DEPTH + 1)]
+                changed[index] = (*right, *token_ids[len(right) :])[: len(token_ids)]
+            taken(drafter, new, Drafts.known(changed))
 
         monkeypatch.setattr(DraftPasses, "run", both)
         monkeypatch.setattr(StepGraphs, "_replay", count)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.schedulers import append_token
 from workers.sampling.sampler import Sampler
 from workers.sampling.token_bitmask import TokenBitmask
 from workers.step.sequence import InputBatch, Sequence
@@ -47,9 +48,10 @@ def run(device: str) -> tuple[list[list[int]], list[list[tuple]]]:
         # Favourites make repeats likely, the spread keeps the order the same on both devices.
         logits = torch.randn(len(seqs), V, generator=generator) + 4 * (torch.arange(V) % 50 == 3)
         positions = np.array([seq.num_tokens for seq in seqs])
-        tokens, logprobs = sampler.sample(logits.to(device), rows, positions, mask).lists()
+        sampled = sampler.sample(logits.to(device), rows, positions, mask)
+        tokens, logprobs = sampled.token_B.tolist(), sampled.entries()
         for seq, token in zip(seqs, tokens, strict=True):
-            table.append_token(seq, token)
+            append_token(table, seq, token)
         told.append([entry and tuple(entry) for entry in logprobs])
     return [seq.token_ids for seq in seqs], told
 

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import numpy as np
+
 from workers.config import SchedulerConfig
 from workers.kv_cache.block_groups import FullGroup
 from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_group import StateGroup
 from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.scheduler.scheduler import Scheduler
+from workers.step.sequence import InputBatch, Sequence
 
 
 def make_scheduler(
@@ -40,3 +43,9 @@ def blocks_of(scheduler: Scheduler, seq: Any, kind: type[Any] = FullGroup) -> li
     """The blocks that a sequence holds for layers of this kind."""
     group = group_of(scheduler.cache, kind)
     return group.held[seq].ids if group is not None and seq in group.held else []
+
+
+def append_token(table: InputBatch, seq: Sequence, token_id: int) -> None:
+    """Append a token to `seq`, as a commit does."""
+    seq.token_ids.append(token_id)
+    table.committed([seq], [1], [token_id], np.array([1]))

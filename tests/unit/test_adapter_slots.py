@@ -105,7 +105,7 @@ def step(ranks: list[Rank], number: int) -> StepPlan:
         if found.run:
             rank.scheduler.launched(batch)
             tokens = [5 for part in batch.parts if part.num_logits]
-            for output in rank.scheduler.commit(batch, StepOutput.of(batch, tokens)):
+            for output in rank.scheduler.commit(batch, StepOutput.of(batch, tokens)).outputs():
                 if output.finish_reason is not None:
                     rank.finished[output.request_id] = number
     assert len({tuple(sorted(rank.slots.contents.items())) for rank in ranks}) == 1

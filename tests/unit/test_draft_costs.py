@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.test_speculation import sequence
+from tests.unit.test_speculation import new_tokens, sequence
 from workers.speculation.depth import choose_passes, least_share
 from workers.speculation.speculator import PATIENCE, PROBE_EVERY, make_speculator
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize
@@ -97,7 +97,7 @@ def test_drafts_pay_if_they_do_with_some_number_of_passes():
     def run(count: int, taking: list[Sequence]) -> tuple[bool, int]:
         for _ in range(count):
             seq.token_ids.append(4)
-            drafts.committed(seq, Drafts.known((4,)))
+            drafts.committed(new_tokens(seq), Drafts.known([(4,)]))
             drafts.settle()
             list(drafts.drafts(taking, 1, 8))
         return seq.speculates, drafts.wish([seq], 1, prompts=False)[1]
@@ -118,25 +118,25 @@ def test_a_draft_model_that_does_not_pay_drafts_one_token_now_and_then():
     drafts = make_speculator(config, MEASURED)
     seq = sequence([1], output=[4])
     assert drafts.wish([seq], 1, prompts=False)[1] == 3, "a new sequence"
-    drafts.committed(seq, Drafts.known((5, 6, 7)))
+    drafts.committed(new_tokens(seq), Drafts.known([(5, 6, 7)]))
     drafts.settle()
     assert seq.speculates
     list(drafts.drafts([seq], 1, 8))
     for token in range(100, 140):
         seq.token_ids.append(token)
-        drafts.committed(seq, Drafts.known((5, 6, 7)))
+        drafts.committed(new_tokens(seq), Drafts.known([(5, 6, 7)]))
         drafts.settle()
     assert not seq.speculates
     found = [drafts.wish([seq], step, prompts=False)[1] for step in range(4 * PROBE_EVERY)]
     assert found == ([1] + [0] * (PROBE_EVERY - 1)) * 4
     while not seq.speculates:
         seq.token_ids.append(8)
-        drafts.committed(seq, Drafts.known((8,)))
+        drafts.committed(new_tokens(seq), Drafts.known([(8,)]))
         drafts.settle()
     assert 0 < drafts.wish([seq], 1, prompts=False)[1] < 3
     for _ in range(40):
         seq.token_ids.append(8)
-        drafts.committed(seq, Drafts.known((8,)))
+        drafts.committed(new_tokens(seq), Drafts.known([(8,)]))
         drafts.settle()
         list(drafts.drafts([seq], 1, 8))
     assert drafts.wish([seq], 1, prompts=False)[1] == 3
@@ -172,7 +172,7 @@ def test_a_new_sequence_has_drafts_before_its_first_guesses_are_counted():
     old, new = sequence([1]), sequence([2])
     for seq in (old, new):
         seq.token_ids.append(4)
-        drafts.committed(seq, Drafts.known((5, 6, 7)))
+        drafts.committed(new_tokens(seq), Drafts.known([(5, 6, 7)]))
         if seq is old:
             drafts.settle()
     assert dict(drafts.drafts([old, new], 2, 8)).keys() == {old, new}
@@ -192,7 +192,8 @@ def test_a_draft_model_sleeps_while_drafts_of_no_sequence_pay():
         assert drafts.wish([seq], next(steps), prompts=True)[0]
         for _ in range(length):
             seq.token_ids.append(4)
-            drafts.committed(seq, Drafts.known((4 if right else 5,)) if passes else None)
+            made = Drafts.known([(4 if right else 5,)]) if passes else None
+            drafts.committed(new_tokens(seq), made)
             drafts.settle()
             list(drafts.drafts([seq], 1, 8))
             reads, passes = drafts.wish([seq], next(steps), prompts=False)
@@ -232,8 +233,8 @@ def test_drafts_that_pay_are_taken_though_the_first_steps_were_slow(num_seqs, ga
             right = chance.random(own) < lengths[:own]
             accepted = int(np.cumprod(right).sum())
             seq.token_ids += [7] * (accepted + 1)
-            made = Drafts.known((5,) * passes) if passes else None
-            drafts.committed(seq, made, (accepted, own))
+            made = Drafts.known([(5,) * passes]) if passes else None
+            drafts.committed(new_tokens(seq, accepted, own), made)
             drafts.settle()
             tokens += accepted + 1
         seconds += took

@@ -17,9 +17,9 @@ from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.runner.draft_passes import Drafted, DraftPasses
 from workers.sampling.sampler import SampledTokens, Sampler
+from workers.speculation.drafter import NewTokens
 from workers.speculation.model_drafter import ModelDrafter
 from workers.step.drafts import Drafts
-from workers.step.sequence import Sequence
 from workers.step.step_sync import LockstepError
 from workers.weights.checkpoint_files import CheckpointError
 from workers.wire.request import RequestOutput
@@ -112,13 +112,15 @@ def test_drafts_are_those_of_the_draft_model_alone(
     seen: list[tuple[list[int], tuple[int, ...]]] = []
     drafted = ModelDrafter.drafted
 
-    def record(drafter: ModelDrafter, seq: Sequence, drafts: Drafts) -> None:
-        token_ids = drafts.read()
-        seen.append((list(seq.token_ids), token_ids))
-        # one right draft now and then, which no random model has
-        right = expected[seq.request.request_id][seq.num_output_tokens :][:1]
-        changed = (*right, *token_ids[1:]) if len(seen) % 2 else token_ids
-        drafted(drafter, seq, Drafts.known(changed))
+    def record(drafter: ModelDrafter, new: NewTokens, drafts: Drafts) -> None:
+        changed = list(drafts.references)
+        for seq, index in zip(new.seqs, new.indices, strict=True):
+            token_ids = drafts.read(index)
+            seen.append((list(seq.token_ids), token_ids))
+            # one right draft now and then, which no random model has
+            right = expected[seq.request.request_id][seq.num_output_tokens :][:1]
+            changed[index] = (*right, *token_ids[1:]) if len(seen) % 2 else token_ids
+        drafted(drafter, new, Drafts.known(changed))
 
     sections = checkpoints[method]
     params, small = {"max_tokens": 12}, {"scheduler": {"max_num_batched_tokens": 32}}

@@ -19,10 +19,11 @@ from workers.rank.rank_info import KV_CACHE
 from workers.runner.draft_rows import IN_SEQUENCE, following_batch, next_tokens
 from workers.runner.graph_sizes import GraphKey, GraphSizes, decode_sizes, mixed_sizes
 from workers.runner.graph_times import agreed_times
+from workers.speculation.drafter import NewTokens
 from workers.speculation.model_drafter import ModelDrafter
+from workers.speculation.speculator import Speculator
 from workers.speculation.step_times import StepSeconds
 from workers.step.drafts import Drafts
-from workers.step.sequence import Sequence
 from workers.step.step_sync import GraphMode
 
 __all__ = ["checkpoints", "folder"]  # fixtures
@@ -71,13 +72,22 @@ class Drafted:
         self.answers = answers
         taken = ModelDrafter.drafted
 
-        def record(drafter: ModelDrafter, seq: Sequence, drafts: Drafts) -> None:
-            name, place, token_ids = seq.request.request_id, seq.num_output_tokens, drafts.read()
-            self.seen.append((name, place, token_ids))
-            right = self.answers[name][place : place + place % (DEPTH + 1)]
-            taken(drafter, seq, Drafts.known((*right, *token_ids[len(right) :])[: len(drafts)]))
+        def record(drafter: ModelDrafter, new: NewTokens, drafts: Drafts) -> None:
+            changed = list(drafts.references)
+            for seq, index in zip(new.seqs, new.indices, strict=True):
+                name, place, token_ids = (
+                    seq.request.request_id,
+                    seq.num_output_tokens,
+                    drafts.read(index),
+                )
+                self.seen.append((name, place, token_ids))
+                right = self.answers[name][place : place + place % (DEPTH + 1)]
+                changed[index] = (*right, *token_ids[len(right) :])[: len(token_ids)]
+            taken(drafter, new, Drafts.known(changed))
 
         monkeypatch.setattr(ModelDrafter, "drafted", record)
+        # Drafts end with the memory of their sequence, as where no more is free.
+        monkeypatch.setattr(Speculator, "num_ahead", 0)
 
 
 def drafting(sections: dict[str, Any]) -> dict[str, Any]:

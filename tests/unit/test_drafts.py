@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 
 from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import make_request, rank_config
+from tests.unit.schedulers import make_scheduler
 from tests.unit.test_scheduler import make, names, request, step
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.sampling.no_token import INVALID_LOGITS
+from workers.speculation.speculator import make_speculator
+from workers.speculation_config import SpeculationConfig
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.sequence import DECODE, PROMPT, VERIFY, ScheduledSequence, Sequence
 from workers.step.step_output import StepOutput
@@ -46,7 +49,7 @@ class Served:
         while True:
             for seq in scheduler.running:
                 if seq.takes_drafts and seq.num_output_tokens:
-                    scheduler.table.propose(seq, propose(seq))
+                    seq.propose(propose(seq))
             if not self.epoch.engine.step().run and finished == len(prompts):
                 break
             self.epoch.process.grammars.wait()
@@ -174,7 +177,7 @@ def drafted(num_drafts: int, max_tokens: int = 20, **options):
     scheduler.add(request("a", 6, max_tokens=max_tokens))
     step(scheduler)
     (seq,) = scheduler.running
-    scheduler.table.propose(seq, [9] * num_drafts)
+    seq.propose([9] * num_drafts)
     return scheduler, seq
 
 
@@ -197,7 +200,7 @@ def test_tokens_before_invalid_logits_are_published_with_the_error():
     scheduler, _ = drafted(3)
     batch = scheduler.schedule()
     scheduler.launched(batch)
-    (output,) = scheduler.commit(batch, StepOutput.of(batch, [9, INVALID_LOGITS, 9, 9]))
+    (output,) = scheduler.commit(batch, StepOutput.of(batch, [9, INVALID_LOGITS, 9, 9])).outputs()
     assert output.token_ids == [9] and output.finish_reason == "error"
     assert "output token 3" in output.error
 
@@ -217,7 +220,7 @@ def test_drafts_of_an_aborted_request_are_dropped():
     batch = scheduler.schedule()
     scheduler.launched(batch)
     scheduler.abort("a")
-    assert scheduler.commit(batch, StepOutput.of(batch, [9] * 4)) == []
+    assert scheduler.commit(batch, StepOutput.of(batch, [9] * 4)).outputs() == []
     assert scheduler.cache.pool.usage == 0
 
 
@@ -226,7 +229,7 @@ def test_drafts_that_find_no_block_are_dropped_and_nobody_is_preempted():
     scheduler.add(request("b", 18, max_tokens=2))
     step(scheduler)
     assert not scheduler.cache.pool.num_free and seq.takes_drafts
-    scheduler.table.propose(seq, [9] * 10)
+    seq.propose([9] * 10)
     batch, outputs = step(scheduler)
     assert {part.kind for part in batch.parts} == {DECODE} and not scheduler.num_preemptions
     assert outputs[0].token_ids == [9] and outputs[0].drafts is None
@@ -243,7 +246,7 @@ def test_kinds_are_data_whatever_the_number_of_tokens():
     scheduler.add(request("b", 7, max_tokens=9))
     batch, _ = step(scheduler)
     assert [part.kind for part in batch.parts] == [DECODE, PROMPT]
-    scheduler.table.propose(scheduler.running[0], [9, 9])
+    scheduler.running[0].propose([9, 9])
     batch, _ = step(scheduler)
     assert names(batch.seqs) == ["b", "a"] and batch.num_single_rows == 1
     assert [part.kind for part in batch.parts] == [DECODE, VERIFY] and not batch.prefill_tokens
@@ -284,3 +287,21 @@ def test_draws_count_up_to_the_first_that_differs(parts, data):
     found = StepOutput.of(batch, drawn, logprobs)
     assert found.token_ids == expected and found.counts == counts
     assert [int(entry.logprob) for entry in found.logprobs] == expected
+
+
+@pytest.mark.parametrize(("num_blocks", "capacity"), [(6, 12), (4, 8)])
+def test_a_sequence_has_memory_for_the_passes_of_a_draft_model_while_it_is_free(
+    num_blocks: int, capacity: int
+) -> None:
+    """Otherwise its drafts would end with its last block."""
+    scheduler = make_scheduler(num_blocks=num_blocks, block_size=4)
+    config = SpeculationConfig(method="mtp", num_draft_tokens=3, adaptive=False)
+    scheduler.speculator = make_speculator(config)
+    assert scheduler.add(make_request("a", [1] * 5, max_tokens=9)) is None
+    counts = []
+    for _ in range(2):
+        batch = scheduler.schedule()
+        scheduler.launched(batch)
+        counts.append(batch.seqs[0].capacity)
+        scheduler.commit(batch, StepOutput.of(batch, [9]))
+    assert counts[1] == capacity

@@ -14,7 +14,9 @@ from workers.rank.process import RankProcess
 from workers.rank.rank_info import KV_CACHE, Rendezvous
 from workers.runner.cuda_graphs import StepGraphs
 from workers.runner.graph_sizes import GraphKey, GraphSizes, decode_sizes, mixed_sizes
+from workers.speculation.drafter import NewTokens
 from workers.speculation.model_drafter import ModelDrafter
+from workers.step.drafts import Drafts
 from workers.wire.request import RequestOutput
 
 DEPTH, TOKENS = 2, 10
@@ -49,9 +51,11 @@ class Run:
             self.replayed.add(key)
             replay(graphs, key, form)
 
-        def drafted(drafter: ModelDrafter, seq: Any, drafts: Any) -> None:
-            self.drafts.append((seq.request.request_id, seq.num_output_tokens, drafts.read()))
-            taken(drafter, seq, drafts)
+        def drafted(drafter: ModelDrafter, new: NewTokens, drafts: Drafts) -> None:
+            for seq, index in zip(new.seqs, new.indices, strict=True):
+                place = seq.request.request_id, seq.num_output_tokens
+                self.drafts.append((*place, drafts.read(index)))
+            taken(drafter, new, drafts)
 
         monkeypatch.setattr(StepGraphs, "plan", planned)
         monkeypatch.setattr(StepGraphs, "_replay", replayed)

@@ -13,6 +13,7 @@ import torch
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.unit.test_draft_engine import checkpoints, folder, run
 from tests.unit.test_draft_graphs import DEPTH, SMALL, Captured
+from tests.unit.test_speculation import new_tokens
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
@@ -121,7 +122,7 @@ def test_drafts_are_read_behind_the_launch_that_verifies_them(
 def test_a_grammar_reads_its_drafts_before_the_launch() -> None:
     """Drafts that the grammar forbids are not verified, so the host needs their tokens."""
     drafter, seq = ModelDrafter(), Sequence.from_request(make_request("a", [1]))
-    drafter.drafted(seq, Drafts((-9, -10, -11), lambda: (3, 4, 5)))
+    drafter.drafted(new_tokens(seq), Drafts([(-9, -10, -11)], lambda _: (3, 4, 5)))
     assert drafter.propose(seq, 2) == (-9, -10)
     seq.grammar = Grammar(matcher=None)
     assert drafter.propose(seq, 2) == (3, 4)
@@ -132,7 +133,7 @@ def test_a_sequence_that_a_step_leaves_out_keeps_its_drafts() -> None:
     last_tokens, table = torch.zeros(4 * (1 + 2), dtype=torch.int64), InputBatch(4, 9)
     store = DraftStore(table, 2, last_tokens)
 
-    def put(own: list[int], drafts: list[list[int]], ends: list[int]) -> dict[int, Any]:
+    def put(own: list[int], drafts: list[list[int]], ends: list[int]) -> Drafts:
         count, nothing = len(own), np.zeros(len(own), dtype=np.int64)
         place = np.arange(count), nothing + 1, np.arange(count), nothing, nothing
         rows = DraftRows(*place, np.array(own), np.array(ends), np.zeros_like(own))
@@ -141,8 +142,8 @@ def test_a_sequence_that_a_step_leaves_out_keeps_its_drafts() -> None:
 
     first = put([2, 0], [[5, 6], [7, -1]], [9, 1])
     second = put([1], [[8]], [9])
-    assert [drafts.read() for drafts in first.values()] == [(5, 6), (7,)]
-    references = [*first[0].references, *first[1].references, *second[0].references]
+    assert [first.read(seq) for seq in (0, 1)] == [(5, 6), (7,)]
+    references = [*first.references[0], *first.references[1], *second.references[0]]
     assert references == [-1 - 4 - 4, -1 - 4 - 5, -1 - 4, -1 - 4 - 2]
     assert last_tokens[[-1 - it for it in references]].tolist() == [5, 6, 7, 8]
     store.settle()

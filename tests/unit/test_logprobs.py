@@ -82,7 +82,8 @@ def test_raw_logits_for_the_rows_that_ask():
     allowed[0, 0] = 1 << 9
     mask = TokenBitmask(torch.tensor([4]), allowed)
     positions = np.array([seq.num_tokens for seq in seqs])
-    tokens, found = sampler.sample(logits.clone(), np.arange(5), positions, mask).lists()
+    sampled = sampler.sample(logits.clone(), np.arange(5), positions, mask)
+    tokens, found = sampled.token_B.tolist(), sampled.entries()
     assert tokens[1] == 7 and tokens[4] == 9
     assert found is not None and found[0] is None
     for row, num_top in ((1, 3), (2, 0), (3, 5), (4, 2)):
@@ -96,7 +97,8 @@ def test_an_invalid_row_does_not_disturb_the_others():
     sampler = sampler_of([sequence(row, [1], logprobs=1) for row in range(2)])
     logits = torch.randn(2, V, generator=torch.Generator().manual_seed(0))
     logits[0, 3] = torch.nan
-    tokens, found = sampler.sample(logits.clone(), np.arange(2), np.array([1, 1])).lists()
+    sampled = sampler.sample(logits.clone(), np.arange(2), np.array([1, 1]))
+    tokens, found = sampled.token_B.tolist(), sampled.entries()
     assert tokens[0] == -1
     check(found[1], logits[1], tokens[1], 1)
     outputs = [RequestOutput("0", [], "error", "NaN"), RequestOutput("1", [tokens[1]])]

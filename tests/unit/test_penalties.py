@@ -14,6 +14,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from tests.unit.schedulers import append_token
 from workers.sampling.logits_processors import LogitsProcessors
 from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS
 from workers.sampling.sampler import Sampler
@@ -150,7 +151,8 @@ class Rows:
     def sample(self, requests: list["Request"], logits: torch.Tensor, mask=None) -> list[int]:
         rows = np.array([request.seq.row for request in requests])
         positions = np.array([request.seq.num_tokens for request in requests])
-        found, logprobs = self.sampler.sample(logits.clone(), rows, positions, mask).lists()
+        sampled = self.sampler.sample(logits.clone(), rows, positions, mask)
+        found, logprobs = sampled.token_B.tolist(), sampled.entries()
         assert logprobs is None
         return found
 
@@ -204,7 +206,7 @@ def test_tokens_with_preemption_and_reused_slots(arrivals, chance):
         logits, expected = zip(*(request.next() for request in batch), strict=True)
         assert rows.sample(batch, torch.stack(logits)) == list(expected)
         for request, token in zip(batch, expected, strict=True):
-            rows.table.append_token(request.seq, token)
+            append_token(rows.table, request.seq, token)
             fate = chance.random()
             if fate < 0.3:  # preempted, or finished
                 running.remove(request)
@@ -250,7 +252,7 @@ def test_repetition_and_min_tokens_equal_transformers(penalty):
         logits = torch.randn(1, V, generator=generator) + 4 * (torch.arange(V) % 9 == 2)
         expected = processors(ids, logits.clone()).argmax(-1)
         assert rows.sample([request], logits) == expected.tolist()
-        rows.table.append_token(request.seq, int(expected))
+        append_token(rows.table, request.seq, int(expected))
         ids = torch.cat((ids, expected[None]), dim=1)
     assert len(set(ids[0, 9:].tolist()) & {2, 11, 20}) > 0, "no stop token came: a useless test"
 
@@ -302,7 +304,7 @@ def test_bad_words_match_output_only_and_the_row_may_have_no_token_left():
     assert request.seq.needs_last_token
     best_is_4 = torch.full((1, V), -1.0).index_fill_(1, torch.tensor([4]), 1.0)
     assert rows.sample([request], best_is_4) == [4]
-    rows.table.append_token(request.seq, 3)
+    append_token(rows.table, request.seq, 3)
     assert rows.sample([request], best_is_4) == [3]
     nothing = Request.make(1, make(bad_words_ids=((7,),), allowed_token_ids=(7,)), [1])
     other = Request.make(2, make(), [1])

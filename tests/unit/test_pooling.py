@@ -54,7 +54,7 @@ def commit(
 ) -> list[RequestOutput]:
     vectors = [vector if part.ends_vector else None for part in batch.parts]
     output = StepOutput.of(batch, [9] * len(batch.logits_seqs), vectors=vectors)
-    return scheduler.commit(batch, output)
+    return scheduler.commit(batch, output).outputs()
 
 
 @pytest.mark.parametrize(

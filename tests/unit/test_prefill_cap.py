@@ -108,7 +108,7 @@ def test_random_traffic_under_a_cap(events, cap, num_blocks):
         assert bool(batch.seqs) == scheduler.has_work
         scheduler.launched(batch)
         tokens = StepOutput.of(batch, [9] * len(batch.logits_seqs))
-        for output in scheduler.commit(batch, tokens):
+        for output in scheduler.commit(batch, tokens).outputs():
             ended.update([output.request_id] if output.finish_reason else [])
 
     for event in events:

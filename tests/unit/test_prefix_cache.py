@@ -79,7 +79,7 @@ class Server:
             assert {seq for seq in decoding if seq.row >= 0} <= set(batch.seqs)
         tokens = self.model.execute(batch)
         self.scheduler.launched(batch)
-        for output in self.scheduler.commit(batch, StepOutput.of(batch, tokens)):
+        for output in self.scheduler.commit(batch, StepOutput.of(batch, tokens)).outputs():
             self.outputs.setdefault(output.request_id, []).append(output)
 
     def finish(self) -> None:
@@ -230,7 +230,10 @@ def test_a_request_with_invalid_logits_leaves_nothing_behind():
     batch = server.scheduler.schedule()
     server.model.execute(batch)
     server.scheduler.launched(batch)
-    assert server.scheduler.commit(batch, StepOutput.of(batch, [-1]))[0].finish_reason == "error"
+    assert (
+        server.scheduler.commit(batch, StepOutput.of(batch, [-1])).outputs()[0].finish_reason
+        == "error"
+    )
     assert server.run("b", PROMPT) == 0
 
 

@@ -43,7 +43,9 @@ def request(
 def step(scheduler: Scheduler, token: int = 9):
     batch = scheduler.schedule()
     scheduler.launched(batch)
-    return batch, scheduler.commit(batch, StepOutput.of(batch, [token] * len(batch.logits_seqs)))
+    return batch, scheduler.commit(
+        batch, StepOutput.of(batch, [token] * len(batch.logits_seqs))
+    ).outputs()
 
 
 def test_prefill_then_decode_until_max_tokens():
@@ -122,7 +124,7 @@ def test_invalid_logits_end_only_that_request():
     scheduler.add(request("b", 3))
     batch = scheduler.schedule()
     scheduler.launched(batch)
-    outputs = scheduler.commit(batch, StepOutput.of(batch, [-1, 5]))
+    outputs = scheduler.commit(batch, StepOutput.of(batch, [-1, 5])).outputs()
     assert outputs[0].finish_reason == "error" and "NaN" in outputs[0].error
     assert outputs[1].token_ids == [5] and scheduler.has_work
 
@@ -253,7 +255,9 @@ def test_random_traffic(events, num_blocks, max_num_seqs, budget, chunked):
         new = batch.num_new_tokens.tolist()
         assert new == sorted(new, key=lambda n: n != 1) and batch.num_single_rows == new.count(1)
         scheduler.launched(batch)
-        for output in scheduler.commit(batch, StepOutput.of(batch, [7] * len(batch.logits_seqs))):
+        for output in scheduler.commit(
+            batch, StepOutput.of(batch, [7] * len(batch.logits_seqs))
+        ).outputs():
             got[output.request_id] = got.get(output.request_id, 0) + 1
             if output.finish_reason:
                 assert got.pop(output.request_id) == wanted.pop(output.request_id)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.distributed.engine_harness import make_request
 from workers.speculation.depth import Acceptance, choose_depths
+from workers.speculation.drafter import NewTokens
 from workers.speculation.ngram import NGRAM, NGramDrafter
 from workers.speculation.speculator import (
     Speculator,
@@ -43,6 +44,11 @@ def sequence(prompt: list[int], prediction: tuple[int, ...] = (), output: list[i
     return seq
 
 
+def new_tokens(seq: Sequence, accepted: int = 0, verified: int = 0) -> NewTokens:
+    """The new tokens of one sequence, the only one of its step."""
+    return NewTokens([seq], [0], [accepted], [verified])
+
+
 def places(given: list[int], context: list[int], output: list[int]) -> list[int | None]:
     """The place that is followed after each token of the output, by searching the whole text each time."""
     text, place, found, right = list(given), None, [], 0
@@ -72,11 +78,11 @@ def test_the_last_place_of_the_last_tokens_is_followed(prompt, prediction, outpu
     given = prompt + prediction
     right = 0
     expected = places(given, prompt, output)
-    drafter.committed(seq, (0, 0))
+    drafter.committed(new_tokens(seq))
     for count, place in enumerate(expected, 1):
         guessed = drafter.propose(seq, 1)
         seq.token_ids = prompt + output[:count]
-        guesses = drafter.committed(seq, (0, 0))
+        (guesses,) = drafter.committed(new_tokens(seq))
         assert sum(guesses) == len(guessed)
         right += guesses.right
         drafts = drafter.propose(seq, most)
@@ -87,9 +93,9 @@ def test_the_last_place_of_the_last_tokens_is_followed(prompt, prediction, outpu
         period = len(text) - place
         assert list(drafts) == [text[place + i % period] for i in range(most)]
     at_once = sequence(prompt, tuple(prediction), output)
-    NGramDrafter().committed(at_once, (0, 0))
+    NGramDrafter().committed(new_tokens(at_once))
     fresh = NGramDrafter()
-    fresh.committed(at_once, (0, 0))
+    fresh.committed(new_tokens(at_once))
     assert fresh.propose(at_once, most) == drafter.propose(seq, most)
 
 
@@ -97,7 +103,7 @@ def test_a_prediction_is_followed_from_the_first_token_of_the_output():
     prediction = tuple(range(50, 80))
     seq = sequence([1, 2, 3], prediction, [50])
     drafter = NGramDrafter()
-    drafter.committed(seq, (0, 0))
+    drafter.committed(new_tokens(seq))
     assert drafter.propose(seq, 4) == (51, 52, 53, 54)
     drafter.forget(seq)
     assert drafter.propose(seq, 4) == ()
@@ -172,7 +178,7 @@ def test_a_step_that_once_was_slow_is_tried_again():
     """While a draft is there and none is taken, its cost is taken for a little less."""
     drafts = speculator()
     seq = sequence([1], output=[4] * 40)
-    drafts.committed(seq)
+    drafts.committed(new_tokens(seq))
     drafts.settle()
     drafts.observe(size(1, 0), 1.0)
     for _ in range(5):
@@ -180,7 +186,7 @@ def test_a_step_that_once_was_slow_is_tried_again():
     taken = 0
     for _ in range(2000):
         seq.token_ids.append(4)
-        drafts.committed(seq)
+        drafts.committed(new_tokens(seq))
         drafts.settle()
         if found := list(drafts.drafts([seq], 1, 8)):
             taken += 1
@@ -202,7 +208,7 @@ def test_drafts_end_when_guesses_are_wrong_and_begin_when_they_are_right_again()
     for count in (0, 1, 2, 3, 4) * 20:
         drafts.observe(size(1 + count, count), 1.0 + 0.3 * (count > 0) + 0.1 * count)
     seq = sequence([0])
-    drafts.committed(seq)
+    drafts.committed(new_tokens(seq))
     drafts.settle()
     chance = np.random.default_rng(0)
 
@@ -210,7 +216,7 @@ def test_drafts_end_when_guesses_are_wrong_and_begin_when_they_are_right_again()
         spent = []
         for token in tokens:
             seq.token_ids.append(int(token))
-            drafts.committed(seq)
+            drafts.committed(new_tokens(seq))
             drafts.settle()
             found = list(drafts.drafts([seq], 1, 8))
             count = len(found[0][1]) if found else 0
@@ -230,15 +236,15 @@ def test_a_sequence_waits_for_its_token_only_while_drafts_pay():
     seq = sequence([1, 2, 3, 4], output=[9, 9, 9, 9, 9])
     for count, seconds in ((0, 1.0), (1, 1.9)) * 50:
         drafts.observe(size(1 + count, count), seconds)
-    drafts.committed(seq)
+    drafts.committed(new_tokens(seq))
     drafts.settle()
     list(drafts.drafts([], 1, 8))
     assert not drafts._drafter.propose(seq, 0) and drafts._drafter.has_drafts(seq)
-    drafts.committed(seq)
+    drafts.committed(new_tokens(seq))
     drafts.settle()
     assert not seq.speculates  # half of the guesses are expected to be right, a row costs 0.9 steps
     seq.token_ids += [9] * 60
-    drafts.committed(seq)
+    drafts.committed(new_tokens(seq))
     drafts.settle()
     assert seq.speculates
 
@@ -247,7 +253,7 @@ def test_without_adaptation_each_sequence_drafts_while_the_budget_lasts():
     drafts = speculator(adaptive=False, num_draft_tokens=3)
     seqs = [sequence([1], output=[4] * 9) for _ in range(3)]
     for seq in seqs:
-        drafts.committed(seq)
+        drafts.committed(new_tokens(seq))
         drafts.settle()
     found = list(drafts.drafts(seqs, 3, 5))
     assert [tokens for _, tokens in found] == [(4, 4, 4), (4, 4)]

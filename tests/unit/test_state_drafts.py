@@ -95,7 +95,7 @@ def test_preemptions_and_aborts_between_steps_with_drafts(states):
         for _step in range(200):
             for seq in scheduler.running:
                 if seq.takes_drafts and seq.num_output_tokens:
-                    scheduler.table.propose(seq, guesses(seq, expected, chance))
+                    seq.propose(guesses(seq, expected, chance))
             if scheduler.running and chance.random() < 0.1:
                 scheduler._preempt_last()
             if lost < 3 and scheduler.running and chance.random() < 0.1:

@@ -13,6 +13,7 @@ from kernels.routing.expert_load import ExpertLoad
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from tests.unit.schedulers import make_scheduler
 from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS
+from workers.stats.drafts import DraftCounts
 from workers.stats.expert_counts import KEPT, LayerRows, balancedness
 from workers.stats.histogram import Histogram
 from workers.stats.invalid_logits import InvalidLogits
@@ -150,6 +151,21 @@ def test_invalid_rows_are_counted_and_logged_by_request(caplog):
         "request drafts: rows of logits with a NaN or an infinity: 1",
         "request prompt: rows of logits with a NaN or an infinity: 2",
     ]
+
+
+def test_drafts_are_counted_by_their_place():
+    parts = [
+        ScheduledSequence(sequence("prompt", 3), PROMPT, 3, 1),
+        ScheduledSequence(sequence("one", 1), VERIFY, 3, 3, (7, 7)),
+        ScheduledSequence(sequence("all", 1), VERIFY, 4, 4, (7, 7, 7)),
+        ScheduledSequence(sequence("none", 1), VERIFY, 2, 2, (7,)),
+    ]
+    counts, batch = DraftCounts(), ScheduledBatch.of(parts)
+    for _ in range(2):
+        counts.count(batch, StepOutput.of(batch, [7, 5, 5, 7, 7, 7, 5, 5, 5, 5]))
+    assert (counts.num_drafts, counts.num_tokens, counts.accepted) == (6, 12, [4, 2, 2])
+    counts.count(ScheduledBatch.of(parts[:1]), StepOutput.of(ScheduledBatch.of(parts[:1]), [5]))
+    assert counts.num_drafts == 6
 
 
 def test_steps_are_counted_by_kind_and_size():

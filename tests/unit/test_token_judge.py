@@ -12,6 +12,7 @@ import torch
 from tests.distributed.engine_harness import make_request
 from tests.token_judge import TokenJudge, deficits, steep_routers, transformers_reference
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
+from tests.unit.schedulers import append_token
 from workers.sampling.sampler import Sampler
 from workers.step.sequence import InputBatch, Sequence
 from workers.wire.request import EngineRequest
@@ -48,8 +49,9 @@ def answer(checkpoint: Path) -> Callable[[EngineRequest], list[int]]:
         sampler.admit(seq)
         for _ in range(NEW_TOKENS):
             logits = rank.logits(make_batch([seq.token_ids], [0]))[-1:].clone()
-            (token,), _ = sampler.sample(logits, np.array([0]), np.array([seq.num_tokens])).lists()
-            table.append_token(seq, token)
+            sampled = sampler.sample(logits, np.array([0]), np.array([seq.num_tokens]))
+            (token,) = sampled.token_B.tolist()
+            append_token(table, seq, token)
         return seq.token_ids[len(prompt) :]
 
     return run

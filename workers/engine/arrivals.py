@@ -97,10 +97,9 @@ class Arrivals:
         for ingress_id, outputs in begun.items():
             self._publish(ingress_id, outputs)
 
-    def served(self, outputs: Iterable[RequestOutput]) -> None:
-        """Note the first tokens among `outputs`."""
-        for output in outputs:
-            self.fresh.discard(output.request_id)
+    def served(self, seqs: Iterable[Sequence]) -> None:
+        """Note that these sequences have outputs."""
+        self.fresh.difference_update(seq.request.request_id for seq in seqs)
 
     def _accept(self, request: EngineRequest) -> None:
         """Accept a request. Its grammar, unless compiled before, is compiled meanwhile."""

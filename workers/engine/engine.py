@@ -28,6 +28,7 @@ from workers.runner.draft_passes import draft_vote, enter_plan
 from workers.runner.graph_sizes import GraphSizes
 from workers.runner.model_runner import ModelRunner
 from workers.sampling.grammar_compiler import GrammarCompiler
+from workers.scheduler.commit import Committed
 from workers.scheduler.prefill_cap import PrefillCap
 from workers.scheduler.scheduler import Scheduler
 from workers.speculation.step_times import StepSize
@@ -47,7 +48,7 @@ from workers.step.step_sync import (
     decide,
     gather_reasons,
 )
-from workers.wire.request import EngineRequest, RequestOutput
+from workers.wire.request import EngineRequest
 
 UNHEALTHY = 1
 REPEAT_WAKE_S = 0.5
@@ -99,7 +100,7 @@ class Engine:
         self._overlap = overlap or never("this engine has none")
         self._in_flight: deque[InFlightStep] = deque()
         self._launching: list[ScheduledBatch] = []  # its draws wait for the steps in flight
-        self._committed: list[tuple[InFlightStep, StepOutput, list[RequestOutput]]] = []
+        self._committed: list[tuple[InFlightStep, Committed]] = []
         self._commit_s = 0.0  # of this step
         self._arrivals = Arrivals(
             scheduler,
@@ -326,8 +327,8 @@ class Engine:
             self._note_gap(launched)
             committed = self.scheduler.commit(launched.batch, output)
             if self._arrivals.fresh:
-                self._arrivals.served(committed)
-            self._committed.append((launched, output, committed))
+                self._arrivals.served(committed.served())
+            self._committed.append((launched, committed))
         self._commit_s += time.perf_counter() - started
 
     def _publish_and_record(self) -> None:
@@ -338,19 +339,13 @@ class Engine:
         started = time.perf_counter()
         if self.scheduler.speculator is not None:
             self.scheduler.speculator.settle()
-        generated = [self._outbox.collect(committed) for *_, committed in self._committed]
+        generated = [self._outbox.collect(it.outputs()) for _, it in self._committed]
         self._outbox.send(self._step)
         spent = time.perf_counter() - started
-        for (launched, output, _), num_tokens in zip(self._committed, generated, strict=True):
-            self.stats.record_step(
-                self.scheduler,
-                launched.batch,
-                launched.plan,
-                launched.times,
-                output,
-                generated=num_tokens,
-                publish=spent / len(self._committed),
-            )
+        for (launched, committed), num_tokens in zip(self._committed, generated, strict=True):
+            of_step = launched.batch, launched.plan, launched.times, committed.step
+            publish = spent / len(self._committed)
+            self.stats.record_step(self.scheduler, *of_step, generated=num_tokens, publish=publish)
         self._committed.clear()
 
     def _enqueue(self, message: Message) -> None:

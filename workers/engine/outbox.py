@@ -37,10 +37,13 @@ class Outbox:
     def collect(self, committed: list[RequestOutput]) -> int:
         """Add the outputs of a step, and close the requests that end; return how many tokens count in metrics."""
         num_tokens = self._timer.num_tokens(committed)
-        for entry in map(self._hand_overs.hold, self._timer.committed(committed)):
+        ingress_of, outputs = self._open_requests.ingress_of, self._outputs
+        for entry in self._timer.committed(committed):
+            if entry.finish_reason is not None:
+                entry = self._hand_overs.hold(entry)
             ended = entry.finish_reason is not None
-            find = self._open_requests.remove if ended else self._open_requests.ingress_of
-            self._outputs[find(entry.request_id)].append(entry)
+            find = self._open_requests.remove if ended else ingress_of
+            outputs[find(entry.request_id)].append(entry)
         return num_tokens
 
     def send(self, step: int) -> None:

@@ -110,14 +110,17 @@ class FullGroup(CacheGroup):
         self.table[seq.row, held.first : held.end] = held.ids
 
     def grow(self, seq: Sequence, num_tokens: int) -> int:
-        held = self.held[seq]
-        while held.end * self._block_size < num_tokens:
-            if not self._pool.num_free:
+        held, size = self.held[seq], self._block_size
+        end = held.end
+        missing = -(-num_tokens // size) - end
+        if missing > 0:
+            if missing > self._pool.num_free:
                 return 0
-            (block,) = self._pool.allocate(1)
-            self.table[seq.row, held.end] = block
-            held.ids.append(block)
-        return held.end * self._block_size
+            blocks = self._pool.allocate(missing)
+            self.table[seq.row, end : end + missing] = blocks
+            held.ids += blocks
+            end += missing
+        return end * size
 
     def release(self, seq: Sequence, num_useful: int | None) -> None:
         held = self.held.pop(seq)

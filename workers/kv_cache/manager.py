@@ -58,6 +58,7 @@ class KVCacheManager:
         self.transfers: BlockTransfers | None = None
         self._enabled = prefix_caching and all(group.caches_prefixes for group in self.groups)
         self._coming: set[bytes] = set()  # keys of prompt blocks that running sequences compute
+        self._filled: list[Sequence] = []  # of which blocks are full and have no key
         self.num_queries = 0  # tokens looked up when their request first ran
         self.num_hits = 0  # of these, tokens found
 
@@ -84,6 +85,7 @@ class KVCacheManager:
         The last token is always computed because its logits are needed. A request that needs every row has no prefix
         until its first output was sent.
         """
+        self._register_filled()
         nothing = Prefix(0, tuple([] for _ in self.groups))
         if not self._enabled:
             return nothing
@@ -167,6 +169,7 @@ class KVCacheManager:
     def save_all(self) -> None:
         """Begin to save whatever waits to be saved."""
         if self.transfers is not None:
+            self._register_filled()
             self.transfers.save(all_of_them=True)
 
     def fits(self, seq: Sequence, prefix: Prefix) -> bool:
@@ -207,8 +210,8 @@ class KVCacheManager:
         if num_tokens <= seq.capacity:
             return True
         for group in self.groups:
-            group.leave_behind(seq, self.commit)
-        seq.capacity = min(group.grow(seq, num_tokens) for group in self.groups)
+            group.leave_behind(seq, self._register)
+        seq.capacity = min([group.grow(seq, num_tokens) for group in self.groups])
         return seq.capacity > 0
 
     @property
@@ -219,6 +222,7 @@ class KVCacheManager:
     def launched(self, seqs: list[Sequence]) -> None:
         """Enter the launch of a step of `seqs`, with the `copies` before it."""
         kept = []
+        self._register_filled()
         for group in self.groups:
             group.launched(seqs)
             kept += group.take_kept()
@@ -228,13 +232,24 @@ class KVCacheManager:
     def committed(self) -> None:
         """Enter the end of the oldest launched step, after the commits of its sequences."""
         if self.transfers is not None:
+            self._register_filled()
             self.transfers.committed()
 
     def commit(self, seq: Sequence) -> None:
         """Let later sequences find the blocks of `seq` that launched steps fill.
 
-        A block with a pending last token is found after the next commit.
+        A block with a pending last token is found after the next commit. Keys take long to compute and no launch needs
+        them, so blocks get them behind the next launch, or before anything reads keys.
         """
+        if seq.num_computed_tokens >= seq.next_full:
+            self._filled.append(seq)
+
+    def _register_filled(self) -> None:
+        filled, self._filled = self._filled, []
+        for seq in filled:
+            self._register(seq)
+
+    def _register(self, seq: Sequence) -> None:
         if seq.num_computed_tokens < seq.next_full:
             return
         first = seq.next_full // self.block_size - 1
@@ -249,6 +264,7 @@ class KVCacheManager:
 
     def release(self, seq: Sequence) -> None:
         """Release the memory of `seq`, which ends or is preempted, possibly before all is computed."""
+        self._register_filled()
         seq.capacity = 0
         num_full = seq.next_full // self.block_size - 1
         self._coming.difference_update(seq.block_keys[num_full:])
@@ -259,6 +275,7 @@ class KVCacheManager:
 
     def forget(self, seq: Sequence, first_token: int = 0) -> None:
         """Let no sequence find the tokens of `seq` from `first_token` on, also where `seq` has released them."""
+        self._register_filled()
         keys = seq.block_keys[first_token // self.block_size :]
         for group in self.groups:
             group.forget(keys)
@@ -267,6 +284,7 @@ class KVCacheManager:
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raise AssertionError, with what leaks, unless the pool has the owners that the groups count."""
+        self._register_filled()
         seqs, owners = set(running), Counter[int]()
         for group in self.groups:
             held = () if self.transfers is None else self.transfers.owners(group)
@@ -286,6 +304,7 @@ class KVCacheManager:
 
     def close(self) -> None:
         """End an epoch: forget what steps that were not launched were to write, and begin to count anew."""
+        self._register_filled()
         self.num_queries = self.num_hits = 0
         if self.transfers is not None:
             self.transfers.close()

@@ -153,6 +153,6 @@ class WarmUpSteps:
         decodes = [seq for seq in scheduler.running if seq.takes_drafts]
         left = self.limits.max_num_batched_tokens - len(decodes)
         for seq in decodes:
-            scheduler.table.propose(seq, [0] * min(num_drafts, left))
+            seq.propose([0] * min(num_drafts, left))
             left -= len(seq.draft_token_ids)
         return bool(decodes)

@@ -20,6 +20,8 @@ from workers.step.sequence import InputBatch
 
 # Fields of layers that a model may lack.
 OPTIONAL = frozenset(field.name for field in fields(ForwardBatch) if field.default is None)
+_Place = tuple[int, int, tuple[int, ...]]  # begin, end, and the shape of each row
+_MAX_VIEWS = 1024
 _ALIGNMENT = 16  # integers; kernels are compiled anew for fields that are not aligned
 
 
@@ -53,29 +55,39 @@ class _Staging:
         self._arrays = [host.numpy() for host in self._hosts]
         self._device = torch.zeros(size, dtype=torch.int64, device=device) if cuda else None
         self._turn = 0
+        self._views: dict[_Place, torch.Tensor] = {}
 
     def ship(self, num_rows: int, values: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Return each value on the device by its field's name; fields of rows are padded with 0 to `num_rows`."""
         host, array = self._hosts[self._turn], self._arrays[self._turn]
         self._turn = (self._turn + 1) % len(self._hosts)
-        places: list[tuple[str, int, int, tuple[int, ...]]] = []
+        places: dict[str, _Place] = {}
         used = 0
         for name, padded in self._fields:
             value = values[name]
             size = num_rows * math.prod(value.shape[1:]) if padded else value.size
             filled = used + value.size
             array[used:filled].reshape(value.shape)[...] = value
-            array[filled : used + size] = 0
-            places.append((name, used, used + size, value.shape[1:]))
+            if filled < used + size:
+                array[filled : used + size] = 0
+            places[name] = used, used + size, value.shape[1:]
             used = _aligned(used + size)
         there = host
         if self._device is not None:
             there = self._device
             there[:used].copy_(host[:used], non_blocking=True)
-        return {
-            name: there[start:end].view(-1, *columns) if columns else there[start:end]
-            for name, start, end, columns in places
-        }
+        return {name: self._view(there, place) for name, place in places.items()}
+
+    def _view(self, there: torch.Tensor, place: _Place) -> torch.Tensor:
+        """Return the part of `there` at a place; steps of one size share the views, which take 2 us each to make."""
+        view = self._views.get(place)
+        if view is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            start, end, columns = place
+            view = there[start:end].view(-1, *columns) if columns else there[start:end]
+            self._views[place] = view
+        return view
 
 
 def _aligned(size: int) -> int:
@@ -136,16 +148,15 @@ class ForwardBatchBuilder:
         table = self._table
         num_seqs, num_tokens = len(batch.seqs), batch.num_tokens
         assert num_tokens <= num_rows, f"{num_tokens} tokens do not fit in {num_rows} rows"
-        rows, num_new = table.rows_of(batch.seqs), batch.num_new_tokens
-        starts = table.num_computed_tokens[rows]
-        query_start_loc = np.zeros(num_seqs + 1, dtype=np.int32)
-        np.cumsum(num_new, out=query_start_loc[1:])
-
-        row_of_token, positions = _spread(batch, rows, starts, query_start_loc)
-        ends = starts + num_new
+        rows, query_start_loc = batch.rows, batch.query_start_loc
+        row_of_token, starts = batch.row_of_token, table.num_computed_tokens[rows]
+        positions = batch.positions(starts)
+        ends = starts + batch.num_new_tokens
         seq_lens = ends.astype(np.int32)
         max_len = int(seq_lens.max(initial=1))
         sampling_rows = rows[batch.logits_seqs]
+        sampling_positions = ends[batch.logits_seqs] - batch.logits_behind
+        self._enter_drafts(batch, sampling_rows, sampling_positions)
 
         device: dict[str, Any] = self._staging.ship(
             num_rows,
@@ -154,7 +165,7 @@ class ForwardBatchBuilder:
                 "num_token_non_padded": np.array([num_tokens]),
                 "input_ids": table.token_ids[row_of_token, positions],
                 "positions": positions,
-                "logits_indices": query_start_loc[batch.logits_seqs + 1] - 1 - batch.logits_behind,
+                "logits_indices": batch.logits_rows,
                 "sampling_rows": sampling_rows,
             }
             | self._slots(row_of_token)
@@ -176,10 +187,19 @@ class ForwardBatchBuilder:
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=seq_lens,
             sampling_rows_cpu=sampling_rows,
-            sampling_positions_cpu=ends[batch.logits_seqs] - batch.logits_behind,
+            sampling_positions_cpu=sampling_positions,
             **(self._cache.shared_prefixes(rows) if self._shares else {}),
             **device,
         )
+
+    def _enter_drafts(
+        self, batch: ScheduledBatch, rows_L: np.ndarray, positions_L: np.ndarray
+    ) -> None:
+        """Copy drafts, or their references, to the table: the draw of a row verifies the draft in its place."""
+        if batch.draft_token_ids is not None:
+            verify = batch.verify_logits
+            place = rows_L[verify], positions_L[verify]
+            self._table.token_ids[place] = batch.draft_token_ids[verify]
 
     def _place_images(
         self,
@@ -206,14 +226,3 @@ class ForwardBatchBuilder:
         if not self._adapters:
             return {}
         return {"adapter_slots": self._table.adapter_slots[row_of_token]}
-
-
-def _spread(
-    batch: ScheduledBatch, rows: np.ndarray, starts: np.ndarray, query_start_loc: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return table row and position of each token, from each sequence's row and number of computed tokens."""
-    if batch.num_single_rows == len(rows):
-        return rows, starts
-    num_new = batch.num_new_tokens
-    before = np.repeat(starts - query_start_loc[:-1], num_new)
-    return np.repeat(rows, num_new), np.arange(batch.num_tokens) + before

@@ -4,16 +4,19 @@ T rows (padding included), L rows with logits, S sequences with new tokens, K mo
 """
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 import torch
 
 from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import NO_DRAFT, ScheduledBatch
-from workers.step.step_output import count_verified
+from workers.step.step_output import counts_of
 
 IN_SEQUENCE = -1
 """In place of a draw: the token of the next row follows."""
+
+_capacity = attrgetter("capacity")
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,19 @@ class DraftRows:
         """Return those of a step; no position may be `limit` or more."""
         seqs = np.flatnonzero(scheduled.num_logits)
         num_logits = scheduled.num_logits[seqs]
-        found = [scheduled.seqs[index] for index in seqs.tolist()]
+        found = scheduled.seqs
+        if len(seqs) < len(found):
+            found = [found[index] for index in seqs.tolist()]
+        ends = np.fromiter(map(_capacity, found), np.int64, len(found))
         return cls(
             seqs=seqs,
             num_logits=num_logits,
             logits=num_logits.cumsum() - num_logits,
             rows=batch.query_start_loc_cpu[seqs + 1] - num_logits,
             positions=batch.seq_lens_cpu[seqs] - num_logits,
-            table=np.array([seq.row for seq in found], dtype=np.int64),
-            ends=np.array([min(seq.capacity, limit) for seq in found], dtype=np.int64),
-            deltas=np.array([seq.rope_delta for seq in found], dtype=np.int64),
+            table=scheduled.rows[seqs],
+            ends=np.minimum(ends, limit),
+            deltas=np.fromiter((seq.rope_delta for seq in found), np.int64, len(found)),
         )
 
     def last(self, counts_S: np.ndarray) -> LastRows:
@@ -105,10 +111,7 @@ class DraftRows:
         drawn     int64; of `scheduled` the drafts are tokens
         counts_B  as in DraftPasses.run
         """
-        if scheduled.draft_token_ids is None:
-            return self.num_logits
-        found = count_verified(scheduled, drawn_L) if counts_B is None else counts_B
-        counts: np.ndarray = found[self.seqs]
+        counts: np.ndarray = counts_of(scheduled, drawn_L, counts_B)[self.seqs]
         return counts
 
     def drafts(self, scheduled: ScheduledBatch, width: int) -> np.ndarray:

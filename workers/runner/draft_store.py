@@ -7,7 +7,8 @@ S sequences with new tokens, K most drafts of one.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import count
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from kernels.host.host_copy import HostCopies, to_device
 from workers.runner.draft_rows import DraftRows
 from workers.step.drafts import Drafts
 from workers.step.forward_batch import ForwardBatch
-from workers.step.scheduled_batch import NO_DRAFT, ScheduledBatch
+from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.sequence import InputBatch
 
 
@@ -55,13 +56,14 @@ class DraftStore:
         self._table, self._num_rows, self._num_drafts = table, num_rows, num_drafts
         self._last_tokens = last_tokens
         self._host_RK = np.zeros((num_rows, num_drafts), dtype=np.int64)
-        # Of each row the references to its drafts, by their number.
-        self._references: list[list[tuple[int, ...]]] = []
+        # Of each row the references to its drafts, by their number: 1 + num_drafts entries a row.
+        self._references: list[tuple[int, ...]] = []
         if last_tokens is not None:
             firsts = (-1 - num_rows - row * num_drafts for row in range(num_rows))
             self._references = [
-                [tuple(range(first, first - count, -1)) for count in range(num_drafts + 1)]
+                tuple(range(first, first - count, -1))
                 for first in firsts
+                for count in range(num_drafts + 1)
             ]
         self._pending: StepDrafts | None = None
 
@@ -96,7 +98,8 @@ class DraftStore:
         found_L = scheduled.draft_token_ids
         if found_L is None:
             return scheduled
-        late_L = np.flatnonzero((found_L < 0) & (found_L != NO_DRAFT))
+        late_L = scheduled.verify_logits
+        late_L = late_L[found_L[late_L] < 0]
         found_L, references = found_L.copy(), found_L[late_L]
         found_L[late_L] = self._host_RK.reshape(-1)[-1 - self._num_rows - references]
         # The draw of a row verifies the draft in its place.
@@ -104,17 +107,17 @@ class DraftStore:
         self._table.token_ids[place] = found_L[late_L]
         return replace(scheduled, draft_token_ids=found_L)
 
-    def drafts_of(
-        self, step: StepDrafts, rows: DraftRows, counts_S: np.ndarray
-    ) -> dict[int, Drafts]:
-        """Return the drafts of each sequence by its index in the batch, where `counts_S` draws of each count."""
-        num_drafts_S = rows.num_drafts(counts_S, step.drafts_SK.shape[1])
-        found = {}
-        for index, (seq, row, count) in enumerate(
-            zip(rows.seqs.tolist(), rows.table.tolist(), num_drafts_S.tolist(), strict=True)
-        ):
-            if self._last_tokens is None:
-                found[seq] = Drafts.known(step.read(index, count))
-                continue
-            found[seq] = Drafts(self._references[row][count], partial(step.read, index, count))
-        return found
+    def drafts_of(self, step: StepDrafts, rows: DraftRows, counts_B: np.ndarray) -> Drafts:
+        """Return the drafts of the sequences of a batch, where `counts_B` draws of each count."""
+        depth, num_seqs = step.drafts_SK.shape[1], len(counts_B)
+        num_drafts_S = rows.num_drafts(counts_B[rows.seqs], depth)
+        places: dict[int, int] = dict(zip(rows.seqs.tolist(), count(), strict=False))
+        found: list[tuple[int, ...]] = [()] * num_seqs
+        if self._last_tokens is None:
+            for seq, place in places.items():
+                found[seq] = step.read(place, int(num_drafts_S[place]))
+            return Drafts.known(found)
+        references, entries = self._references, rows.table * (1 + self._num_drafts) + num_drafts_S
+        for seq, entry in zip(places, entries.tolist(), strict=True):
+            found[seq] = references[entry]
+        return Drafts(found, lambda seq: step.read(places[seq], len(found[seq])))

@@ -31,7 +31,7 @@ from workers.speculation.synthetic import SyntheticAcceptance
 from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.sequence import InputBatch
-from workers.step.step_output import RunTimes, StepOutput
+from workers.step.step_output import RunTimes, StepOutput, counts_of
 from workers.step.step_sync import StepPlan
 from workers.ubatch.wrapper import UBatchWrapper
 
@@ -243,23 +243,23 @@ class ModelRunner:
 
         def read(found: StepDraft | None) -> StepOutput:
             copy.wait()
-            tokens, logprobs = sampled.lists()
+            drawn_L = sampled.token_B.numpy()
+            drawn_B = counts_of(scheduled, drawn_L, counts_B)
             forward_s, sample_s = clock.seconds()
             draft_s, drafts = 0.0, None
             if found is not None:
                 assert self._store is not None
-                counts_S = found.rows.counts(scheduled, np.array(tokens), counts_B)
-                drafts = self._store.drafts_of(found.drafts, found.rows, counts_S)
+                drafts = self._store.drafts_of(found.drafts, found.rows, drawn_B)
                 draft_s = 0.0 if found.before is None else found.before.seconds()[0]
             return StepOutput.of(
                 scheduled,
-                tokens,
-                logprobs,
+                drawn_L,
+                sampled.entries(),
                 prompt_logprobs={name: parts.lists() for name, parts in prompts.items()} or None,
                 vectors=None if vectors is None else vectors.lists(len(scheduled.seqs)),
                 times=RunTimes(prepare, forward_s, sample_s, draft_s),
                 drafts=drafts,
-                counts_B=counts_B,
+                counts_B=drawn_B,
                 expert_counts=None if counts_Ls is None else counts_Ls.numpy(),
             )
 

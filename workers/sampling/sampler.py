@@ -37,14 +37,14 @@ class SampledTokens:
         logprobs = None if self.logprobs is None else self.logprobs.to(copy)
         return SampledTokens(copy(self.token_B), self.logprobs_rows, logprobs)
 
-    def lists(self) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-        """Return the tokens, and their log-probabilities: None for rows without, None if no row has any."""
+    def entries(self) -> list[TokenLogprobs | None] | None:
+        """Return the log-probabilities of the tokens: None for rows without, None if no row has any."""
         if self.logprobs is None:
-            return self.token_B.tolist(), None
+            return None
         found: list[TokenLogprobs | None] = [None] * len(self.token_B)
         for row, logprobs in zip(self.logprobs_rows, self.logprobs.lists(), strict=True):
             found[row] = logprobs
-        return self.token_B.tolist(), found
+        return found
 
 
 class Sampler:

@@ -19,13 +19,11 @@ from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
 
-import numpy as np
-
 from workers.config import SchedulerConfig
 from workers.kv_cache.group import Prefix
 from workers.kv_cache.manager import KVCacheManager
-from workers.sampling import no_token
 from workers.scheduler.adapter_users import AdapterUsers
+from workers.scheduler.commit import Commits, Committed
 from workers.scheduler.image_queue import ImageQueue
 from workers.scheduler.refusals import refusal_of
 from workers.speculation.speculator import Speculator
@@ -42,7 +40,7 @@ from workers.step.sequence import (
 )
 from workers.step.step_output import StepOutput
 from workers.step.step_sync import StepPlan
-from workers.wire.request import EngineRequest, RequestOutput
+from workers.wire.request import EngineRequest
 
 MAX_HELD_BACK = 32  # waiting sequences that one step considers, of those that wait for blocks of other sequences
 
@@ -70,11 +68,17 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._blocked_by: int | None = None  # transfers that had ended when others left no memory
         self.num_preemptions = 0
-        self.num_invalid = 0  # requests that ended because of their logits
+        self._commits = Commits(cache, self.table, self._finish)
         self.speculator: Speculator | None = None
         self.adapters: AdapterSlots | None = None
         self.images: ImageQueue | None = None
         self._adapter_users = AdapterUsers()
+        self._last: ScheduledBatch | None = None  # while its sequences keep their rows
+
+    @property
+    def num_invalid(self) -> int:
+        """Requests that ended because of their logits."""
+        return self._commits.num_invalid
 
     @property
     def has_work(self) -> bool:
@@ -165,44 +169,59 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens
         self._adapter_users.begin_step()
         self.settle()
-        if self.speculator is not None:
-            self._draft(self.speculator, budget)
+        room = self._draft(budget)
         prompts = prefill_cap if prefill_cap and self._config.chunked_prefill else budget
         work: list[ScheduledSequence] = []
-        preempted = False
-        index = 0
+        num_preemptions, index = self.num_preemptions, 0
         while index < len(self.running) and budget:
             seq = self.running[index]
-            kind = seq.kind
-            if seq.ends_with_pending or (kind is PROMPT and not prompts):
+            kind = VERIFY if seq.draft_token_ids else seq.kind
+            if kind is VERIFY:
+                num_new = min(1 + len(seq.draft_token_ids), budget)
+            elif seq.ends_with_pending or (kind is PROMPT and not prompts):
                 index += 1
                 continue
-            num_new = 1 if kind is DECODE else min(seq.num_remaining, budget)
-            if kind is PROMPT:  # the decodes behind it run in this step too
+            elif kind is DECODE:
+                num_new = 1
+            else:  # the decodes behind it run in this step too
                 others = (it for it in self.running[index:] if it.kind is not PROMPT)
                 behind = sum(other.num_remaining for other in others)
                 prompts = min(prompts, max(1, budget - behind))
-                num_new = min(num_new, prompts)
+                num_new = min(seq.num_remaining, prompts)
                 if self._config.chunked_prefill:
                     num_new = self.cache.chunk(seq, num_new)
-            while not self.cache.grow(seq, seq.num_computed_tokens + num_new):
-                if num_new > 1 and kind is VERIFY:  # no sequence loses its memory to drafts
-                    self.table.propose(seq, ())
-                    kind, num_new = DECODE, 1
-                    continue
-                preempted = True
-                if self._preempt_last() is seq:
+            if seq.num_computed_tokens + num_new + room > seq.capacity:
+                num_new = self._grow(seq, num_new, room)
+                if not num_new:
                     break
-            else:
-                work.append(seq.part(kind, num_new))
-                budget -= num_new
-                prompts -= num_new if kind is PROMPT else 0
-                index += 1
+                kind = seq.kind
+            work.append(seq.part(kind, num_new))
+            budget -= num_new
+            prompts -= num_new if kind is PROMPT else 0
+            index += 1
         # Admitting right after a preemption would only undo it.
-        if not preempted:
+        if num_preemptions == self.num_preemptions:
             self._admit(min(budget, prompts), work)
         self._blocked_by = None if work or self.running else self.cache.transfers_ended
-        return ScheduledBatch.of(work, self._admitted, self.cache.copies)
+        batch = ScheduledBatch.of(work, self._admitted, self.cache.copies, self._last)
+        self._last = None if batch.admitted or batch.state_copies else batch
+        return batch
+
+    def _grow(self, seq: Sequence, num_new: int, room: int) -> int:
+        """Give `seq` memory for its next tokens; return for how many of `num_new`, 0 if it was preempted.
+
+        room   tokens behind them for which it gets memory too, if that is free
+        """
+        start = seq.num_computed_tokens
+        if self.cache.grow(seq, min(start + num_new + room, seq.max_num_tokens)):
+            return num_new
+        while not self.cache.grow(seq, start + num_new):
+            if seq.draft_token_ids:  # no sequence loses its memory to drafts
+                seq.propose(())
+                num_new = 1
+            elif self._preempt_last() is seq:
+                return 0
+        return num_new
 
     def settle(self, *, idle: bool = False) -> None:
         """Let sequences wait for their turn again when their loads have ended; `idle` as in KVCacheManager.settle."""
@@ -212,7 +231,7 @@ class Scheduler:
     def launched(self, batch: ScheduledBatch) -> None:
         """Enter the launch of `batch`; `commit` follows for all launched batches in their order."""
         self._admitted.clear()
-        self.table.launched(batch.seqs, batch.num_new_tokens, batch.num_logits)
+        self.table.launched(batch.seqs, batch.rows, batch.num_new_tokens, batch.num_logits)
         self.cache.launched(batch.seqs)
         for seq in batch.seqs if batch.prefill_tokens else ():
             if seq.images is not None:
@@ -225,98 +244,31 @@ class Scheduler:
         if self.images is not None:
             self.images.follow(plan)
 
-    def commit(self, batch: ScheduledBatch, step: StepOutput) -> list[RequestOutput]:
+    def commit(self, batch: ScheduledBatch, step: StepOutput) -> Committed:
         """Enter the output of a launched step. Sequences that have finished or were aborted get no output."""
-        outputs: list[RequestOutput | None] = []
-        token_ids, end = step.token_ids, 0
-        drafts_of, all_drawn = (step.drafts or {}).get, min(token_ids, default=0) >= 0
-        for index, (part, count) in enumerate(zip(batch.parts, step.counts, strict=True)):
-            seq, start, end = part.seq, end, end + count
-            seq.num_pending -= part.num_logits
-            if seq.finished:
-                outputs.append(None)
-                continue
-            if part.kind is VERIFY:
-                seq.verified(part.num_logits - count)
-            if seq.num_computed_tokens >= seq.next_full:
-                self.cache.commit(seq)
-            if part.ends_vector:
-                assert step.vectors is not None, "the step has a vector to end"
-                outputs.append(self._end_with_vector(seq, step.vectors[index]))
-                continue
-            goes_on = all_drawn and seq.goes_on_behind(token_ids[start:end])
-            outputs.append(self._append(part, token_ids[start:end], goes_on) if count else None)
-            if self.speculator is not None and count and not seq.finished:
-                verified = count - 1, len(part.draft_token_ids)
-                self.speculator.committed(seq, drafts_of(index), verified)
-        self.table.committed(batch.seqs, token_ids, step.counts)
-        self.cache.committed()
-        return step.attach(outputs)
+        return self._commits.enter(batch, step, self.speculator)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if memory of the cache has other owners than the running sequences."""
         self.cache.check_integrity(self.running)
 
-    def _draft(self, speculator: Speculator, budget: int) -> None:
-        """Propose drafts, so that each running sequence still gets a token, and none needs the memory of another."""
-        if self.cache.pool.num_free < 2 * len(self.cache.groups) * len(self.running):
-            return
-        decodes = [seq for seq in self.running if seq.kind is not PROMPT]
-        seqs = [seq for seq in decodes if seq.takes_drafts]
+    def _draft(self, budget: int) -> int:
+        """Propose drafts, so that each running sequence still gets a token, and none needs the memory of another.
+
+        Return for how many tokens behind its own each sequence is to have memory: a draft model reads and writes them.
+        """
+        speculator, num_groups = self.speculator, len(self.cache.groups) * len(self.running)
+        num_free = self.cache.pool.num_free
+        if speculator is None or num_free < 2 * num_groups:
+            return 0
+        decodes = [it for it in self.running if it.num_computed_tokens >= it.num_prefill_tokens]
+        seqs = [seq for seq in decodes if not seq.num_pending]
         free = budget - len(self.running)
         for seq, drafts in speculator.drafts(seqs, len(decodes), free) if free > 0 else ():
-            self.table.propose(seq, drafts)
-
-    def _append(self, part: ScheduledSequence, drawn: list[int], goes_on: bool) -> RequestOutput:
-        """Append the tokens up to the first that ends the sequence of `part`; goes_on: none of them does."""
-        seq, num_drafts = part.seq, len(part.draft_token_ids)
-        drafts = (len(drawn) - 1, num_drafts - len(drawn) + 1) if num_drafts else None
-        request_id, known = seq.request.request_id, len(seq.token_ids)
-        finish_reason = None
-        if goes_on:
-            seq.token_ids += drawn
-        for token_id in () if goes_on else drawn:
-            if token_id < 0 or seq.grammar is not None:
-                error = self._error_of(seq, token_id)
-                if error is not None:
-                    self._finish(seq)
-                    drawn = seq.token_ids[known:]
-                    return RequestOutput(request_id, drawn, "error", error, drafts=drafts)
-            self.table.append_token(seq, token_id)
-            finish_reason = seq.finish_reason()
-            if finish_reason is not None:
-                self._finish(seq)
-                drawn = seq.token_ids[known:]
-                break
-        num_cached, seq.num_cached_tokens = seq.num_cached_tokens, 0  # reported once
-        return RequestOutput(
-            request_id, drawn, finish_reason, num_cached_tokens=num_cached, drafts=drafts
-        )
-
-    def _end_with_vector(self, seq: Sequence, vector: np.ndarray | None) -> RequestOutput:
-        """Finish `seq`, which answers with a vector."""
-        assert vector is not None, f"{seq.request.request_id} has no vector"
-        request_id = seq.request.request_id
-        self._finish(seq)
-        if not np.isfinite(vector).all():
-            self._forget_invalid(seq)
-            error = f"{no_token.LOGITS_FAILED}: hidden states are NaN or infinite"
-            return RequestOutput(request_id, [], "error", error)
-        num_cached = seq.num_cached_tokens
-        return RequestOutput(request_id, [], "stop", num_cached_tokens=num_cached, vector=vector)
-
-    def _error_of(self, seq: Sequence, token_id: int) -> str | None:
-        """Advance the grammar of `seq` by its next token; return why the sequence cannot go on, or None."""
-        if token_id >= 0:
-            return None if seq.grammar is None else seq.grammar.advance(token_id)
-        cause = no_token.cause_of(token_id, seq.request.params)
-        if cause == no_token.INVALID_LOGITS:
-            self._forget_invalid(seq)
-        return no_token.error_of(cause, seq.num_output_tokens)
-
-    def _forget_invalid(self, seq: Sequence) -> None:
-        self.cache.forget(seq)  # the K and V of its blocks may be NaN too
-        self.num_invalid += 1
+            seq.propose(drafts)
+        ahead = speculator.num_ahead
+        most = 1 + -(-(1 + 2 * ahead) // self.cache.block_size)  # blocks that one may need
+        return ahead if num_free >= most * num_groups else 0
 
     def _admit(self, budget: int, work: list[ScheduledSequence]) -> None:
         index = 0  # sequences before it wait for blocks of another sequence, or for a slot
@@ -391,6 +343,7 @@ class Scheduler:
         del self._by_id[seq.request.request_id]
 
     def _release(self, seq: Sequence) -> None:
+        self._last = None
         if seq in self._admitted:
             self._admitted.remove(seq)
         self.cache.release(seq)

@@ -8,7 +8,7 @@ The host does it alone, in constant time a token.
 
 import numpy as np
 
-from workers.speculation.drafter import Drafter, Guesses
+from workers.speculation.drafter import NO_GUESSES, Drafter, Guesses, NewTokens
 from workers.step.sequence import Sequence
 
 NGRAM = 3
@@ -29,11 +29,14 @@ class NGramDrafter(Drafter):
     def __init__(self) -> None:
         self._texts: dict[Sequence, Text] = {}
 
-    def committed(self, seq: Sequence, verified: tuple[int, int]) -> Guesses:
+    def committed(self, new: NewTokens) -> list[Guesses]:
+        return [self._read(seq) for seq in new.seqs]
+
+    def _read(self, seq: Sequence) -> Guesses:
         text = self._texts.get(seq)
         if text is None:
-            text = self._texts[seq] = Text.of(seq)
-            return Guesses(0, 0)
+            self._texts[seq] = Text.of(seq)
+            return NO_GUESSES
         return text.extend(seq.token_ids[text.num_read :])
 
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ of the rank's tokens, which each rank votes anyway.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from workers.speculation.depth import (
     choose_passes,
     least_share,
 )
-from workers.speculation.drafter import Drafter, Guesses
+from workers.speculation.drafter import Drafter, Guesses, NewTokens
 from workers.speculation.model_drafter import ModelDrafter
 from workers.speculation.ngram import NGramDrafter
 from workers.speculation.step_times import DraftCosts, StepSeconds, StepSize
@@ -65,23 +66,22 @@ class Speculator:
         self._next_probe = 0  # step
         self._passes = self._most if self.uses_model else 0
         self._num_choices = 0
-        self._unsettled: list[tuple[Sequence, Guesses, tuple[int, int]]] = []
+        self._unsettled: list[tuple[NewTokens, Iterable[Guesses]]] = []
         self._waiting: set[Sequence] = set()  # drafts of them do not pay
 
-    def committed(
-        self,
-        seq: Sequence,
-        drafts: Drafts | None = None,
-        verified: tuple[int, int] = (0, 0),
-    ) -> None:
-        """Read the new tokens of `seq`; `settle` follows.
+    @property
+    def num_ahead(self) -> int:
+        """Tokens behind the rows of a step that a draft model reads and writes at most."""
+        return self._most if self.uses_model else 0
+
+    def committed(self, new: NewTokens, drafts: Drafts | None = None) -> None:
+        """Read the new tokens of sequences; `settle` follows.
 
         drafts     of a draft model, that follow the new tokens
-        verified   accepted drafts, of so many that the step verified
         """
-        self._unsettled.append((seq, self._drafter.committed(seq, verified), verified))
-        if drafts is not None and drafts.references:
-            self._drafter.drafted(seq, drafts)
+        self._unsettled.append((new, self._drafter.committed(new)))
+        if drafts is not None:
+            self._drafter.drafted(new, drafts)
 
     def settle(self) -> None:
         """Count the guesses of the sequences with new tokens, and decide whether their next steps wait for tokens.
@@ -90,21 +90,21 @@ class Speculator:
         """
         unsettled, self._unsettled = self._unsettled, []
         all_right = all_wrong = 0
-        for seq, guesses, verified in unsettled:
-            if seq.finished:
-                continue
-            acceptance = self._acceptance.get(seq)
-            if acceptance is None:
-                acceptance = self._acceptance[seq] = Acceptance(self._of_all.share)
+        for new, found in unsettled:
             if self._synthetic is not None:
-                guesses = self._synthetic.counted(guesses, verified)
-            if seq not in self._left_out:
-                right, wrong = guesses
-                acceptance.count(right, wrong)
-                all_right += right
-                all_wrong += wrong
+                found = map(self._synthetic.counted, found, new.accepted, new.verified)
+            for seq, (right, wrong) in zip(new.seqs, found, strict=True):
+                if seq.finished:
+                    continue
+                acceptance = self._acceptance.get(seq)
+                if acceptance is None:
+                    acceptance = self._acceptance[seq] = Acceptance(self._of_all.share)
+                if seq not in self._left_out:
+                    acceptance.count(right, wrong)
+                    all_right += right
+                    all_wrong += wrong
         self._of_all.count(all_right, all_wrong)
-        for seq, _, _ in unsettled:
+        for seq in chain.from_iterable(new.seqs for new, _ in unsettled):
             if seq.finished:
                 continue
             pays = self._pays(seq)

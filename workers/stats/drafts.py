@@ -1,7 +1,8 @@
 """Counts of drafts on one rank: verified, and confirmed by depth. Written by the step loop."""
 
+import numpy as np
+
 from workers.step.scheduled_batch import ScheduledBatch
-from workers.step.sequence import VERIFY
 from workers.step.step_output import StepOutput
 
 
@@ -20,14 +21,17 @@ class DraftCounts:
 
     def count(self, batch: ScheduledBatch, output: StepOutput) -> None:
         """Count the drafts of one step."""
-        if batch.draft_token_ids is None:
+        if not batch.num_verify:
             return
-        for part, count in zip(batch.parts, output.counts, strict=True):
-            if part.kind is not VERIFY:
-                continue
-            drafted = len(part.draft_token_ids)
-            self.num_drafts += 1
-            self.num_tokens += drafted
-            self.accepted += [0] * (drafted - len(self.accepted))
-            for place in range(count - 1):
-                self.accepted[place] += 1
+        first = batch.num_single_rows
+        verify = slice(first, first + batch.num_verify)
+        drafted = batch.num_logits[verify] - 1
+        accepted = np.array(output.counts[verify]) - 1
+        self.num_drafts += batch.num_verify
+        self.num_tokens += int(drafted.sum())
+        # How many sequences have 0 accepted drafts, 1, and so on; then how many have at least 1, 2, and so on.
+        ends = np.bincount(accepted, minlength=int(drafted.max()) + 1)
+        reached = ends[::-1].cumsum()[-2::-1].tolist()
+        self.accepted += [0] * (len(reached) - len(self.accepted))
+        for place, count in enumerate(reached):
+            self.accepted[place] += count

@@ -5,6 +5,7 @@ All ranks begin and end each step together, so they take equally long for it. Th
 
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,6 +15,9 @@ from kernels.host.waits import waited_s
 if TYPE_CHECKING:
     from workers.step.scheduled_batch import ScheduledBatch
     from workers.step.step_sync import StepPlan
+
+
+_num_computed_tokens = attrgetter("num_computed_tokens")
 
 
 class OwnWork(NamedTuple):
@@ -61,7 +65,7 @@ class WorkMeter:
     def launch(self, batch: "ScheduledBatch", plan: "StepPlan") -> None:
         """Note that a step is launched."""
         self.pause()
-        computed = np.fromiter((seq.num_computed_tokens for seq in batch.seqs), np.int64)
+        computed = np.fromiter(map(_num_computed_tokens, batch.seqs), np.int64, len(batch.seqs))
         keys = int(batch.num_new_tokens @ (computed + batch.num_new_tokens))
         rows = plan.padded_tokens or max(1, batch.num_tokens)
         self._step = OwnWork(1, rows=rows, seqs=len(batch.seqs), keys=keys)

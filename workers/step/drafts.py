@@ -1,25 +1,23 @@
-"""Drafts of a sequence that the device may still compute: what stands for them in a step, and their tokens."""
+"""Drafts of a step that the device may still compute: what stands for them in the next step, and their tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 
-@dataclass(eq=False, slots=True)  # Not frozen: one is made for each sequence of a step.
+@dataclass(frozen=True, slots=True)
 class Drafts:
-    """Tokens that may follow a sequence.
+    """Tokens that may follow the sequences of a step, by the index of a sequence in its batch.
 
-    references  of each draft its token, or the number by which a forward finds it on the device, see InputBatch
-    read        returns the tokens; it waits for the device
+    references  of each draft its token, or the number by which a forward finds it on the device, see InputBatch; () for
+                a sequence without drafts
+    read        returns the tokens of one sequence; it waits for the device
     """
 
-    references: tuple[int, ...]
-    read: Callable[[], tuple[int, ...]]
+    references: list[tuple[int, ...]]
+    read: Callable[[int], tuple[int, ...]]
 
     @classmethod
-    def known(cls, token_ids: tuple[int, ...]) -> Self:
+    def known(cls, token_ids: list[tuple[int, ...]]) -> Self:
         """Return drafts that the host has."""
-        return cls(token_ids, lambda: token_ids)
-
-    def __len__(self) -> int:
-        return len(self.references)
+        return cls(token_ids, token_ids.__getitem__)

@@ -3,17 +3,24 @@
 B sequences, L rows with logits.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
-from workers.step.sequence import DECODE, PROMPT, VERIFY, ScheduledSequence, Sequence
+from workers.step.sequence import PROMPT, VERIFY, ScheduledSequence, Sequence, rows_of
 from workers.step.step_sync import ForwardMode
 
 NO_DRAFT = int(np.iinfo(np.int64).min)
 """In place of a draft token behind the last row of a sequence: no draw has this number."""
+
+_num_new, _num_logits = attrgetter("num_new"), attrgetter("num_logits")
+_draft_token_ids = attrgetter("draft_token_ids")
+_needs_last_token, _adapter_slot = attrgetter("needs_last_token"), attrgetter("adapter_slot")
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class ScheduledBatch:
     draws_late       a draw needs the token before it on the host, which the step before still computes
     decodes_next     a sequence with a new token may go on, and so decodes in the next step
     state_copies     (source slot, target slot) of states of linear attention, to copy in this order before the forward
+    given            the parts in the order in which they were scheduled
     """
 
     parts: list[ScheduledSequence]
@@ -56,6 +64,7 @@ class ScheduledBatch:
     draws_late: bool
     decodes_next: bool
     state_copies: tuple[tuple[int, int], ...]
+    given: list[ScheduledSequence]
 
     @classmethod
     def of(
@@ -63,49 +72,108 @@ class ScheduledBatch:
         parts: list[ScheduledSequence],
         admitted: Iterable[Sequence] = (),
         state_copies: tuple[tuple[int, int], ...] = (),
+        last: "ScheduledBatch | None" = None,
     ) -> "ScheduledBatch":
-        """Return the batch of `parts` in any order."""
-        single = [part for part in parts if part.num_new == 1]
-        num_single_rows, num_verify = len(single), 0
-        if num_single_rows < len(parts):
+        """Return the batch of `parts` in any order.
+
+        last   a batch of which the sequences have kept their rows: its arrays are used again if it has the same parts
+        """
+        admitted, seqs = list(admitted), [part.seq for part in parts]
+        changing: dict[str, Any] = {
+            "draws_late": any(seq.num_pending for seq in filter(_needs_last_token, seqs)),
+            "decodes_next": any(part.num_logits and _goes_on(part.seq) for part in parts),
+        }
+        if last is not None and last.given == parts and not (admitted or state_copies):
+            return last if last.changing == changing else replace(last, **changing)
+        given, single = parts, [part for part in parts if part.num_new == 1]
+        verify: list[ScheduledSequence] = []
+        if len(single) < len(parts):
             several = [part for part in parts if part.num_new != 1]
             verify = [part for part in several if part.kind is VERIFY]
-            num_verify = len(verify)
             parts = single + verify + [part for part in several if part.kind is not VERIFY]
-        num_new = [part.num_new for part in parts]
-        num_logits = np.array([part.num_logits for part in parts], dtype=np.int64)
-        others = [part for part in parts if part.kind is not DECODE]
+            seqs = [part.seq for part in parts]
+        prompts = [part for part in parts if part.kind is PROMPT]
+        num_logits = num_new = _column(_num_new, parts)
+        if prompts:
+            num_logits = _column(_num_logits, parts)
         logits_seqs = num_logits.nonzero()[0]
         logits_behind = np.zeros(len(logits_seqs), dtype=np.int64)
         drafts = None
-        if any(part.num_logits > 1 for part in others):
+        if verify or any(part.num_logits > 1 for part in prompts):
             logits_seqs = np.repeat(np.arange(len(parts)), num_logits)
             logits_behind = num_logits.cumsum()[logits_seqs] - np.arange(1, len(logits_seqs) + 1)
-            verifies = np.array([part.kind is VERIFY for part in parts])[logits_seqs]
-            drafts = np.full(len(logits_seqs), NO_DRAFT)
-            found = chain.from_iterable(part.draft_token_ids for part in others)
-            drafts[verifies & (logits_behind > 0)] = list(found)
+            is_verified = (logits_behind > 0) & (logits_seqs < len(single) + len(verify))
+            drafts = _drafts(verify, is_verified)
         return cls(
             parts=parts,
-            seqs=[part.seq for part in parts],
-            num_tokens=sum(num_new),
-            num_single_rows=num_single_rows,
-            num_verify=num_verify,
-            prefill_tokens=sum(part.num_new for part in others if part.kind is PROMPT),
-            num_new_tokens=np.array(num_new, dtype=np.int64),
+            seqs=seqs,
+            num_tokens=int(num_new.sum()),
+            num_single_rows=len(single),
+            num_verify=len(verify),
+            prefill_tokens=sum(part.num_new for part in prompts),
+            num_new_tokens=num_new,
             num_logits=num_logits,
             logits_seqs=logits_seqs,
             logits_behind=logits_behind,
             draft_token_ids=drafts,
-            pooled_seqs=_pooled(parts) if any(part.gives_hidden for part in others) else [],
-            admitted=list(admitted),
-            has_adapters=any(part.seq.adapter_slot for part in parts),
-            draws_late=any(part.seq.needs_last_token and part.seq.num_pending for part in parts),
-            decodes_next=any(part.num_logits and _goes_on(part.seq) for part in parts),
+            pooled_seqs=_pooled(parts) if any(part.gives_hidden for part in prompts) else [],
+            admitted=admitted,
+            has_adapters=any(map(_adapter_slot, seqs)),
             state_copies=state_copies,
+            given=given,
+            **changing,
         )
 
     @property
+    def changing(self) -> dict[str, Any]:
+        """The fields that may differ from step to step though the parts are the same."""
+        return {"draws_late": self.draws_late, "decodes_next": self.decodes_next}
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """int64 [B], the row in the InputBatch of each sequence. To be read first before the launch."""
+        return rows_of(self.seqs)
+
+    @cached_property
+    def query_start_loc(self) -> np.ndarray:
+        """int32 [B + 1], the first row of each sequence, and the number of all rows."""
+        starts = np.zeros(len(self.seqs) + 1, dtype=np.int32)
+        np.cumsum(self.num_new_tokens, out=starts[1:])
+        return starts
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        starts = self.query_start_loc[:-1]
+        places: np.ndarray = np.arange(self.num_tokens) - np.repeat(starts, self.num_new_tokens)
+        return places
+
+    def positions(self, starts_B: np.ndarray) -> np.ndarray:
+        """Return the position of each row, int64 [T], from that of the first row of each sequence."""
+        if self.num_tokens == len(starts_B):
+            return starts_B
+        positions: np.ndarray = np.repeat(starts_B, self.num_new_tokens) + self._places
+        return positions
+
+    @cached_property
+    def row_of_token(self) -> np.ndarray:
+        """int64 [T], `rows` of the sequence of each row."""
+        if self.num_tokens == len(self.seqs):
+            return self.rows
+        return np.repeat(self.rows, self.num_new_tokens)
+
+    @cached_property
+    def logits_rows(self) -> np.ndarray:
+        """int64 [L], the row of the forward of each row with logits."""
+        rows: np.ndarray = self.query_start_loc[self.logits_seqs + 1] - 1 - self.logits_behind
+        return rows
+
+    @cached_property
+    def verify_logits(self) -> np.ndarray:
+        """The indices of the rows with logits of which the draws verify drafts, int64."""
+        assert self.draft_token_ids is not None, "no sequence has several draws"
+        return np.flatnonzero(self.draft_token_ids != NO_DRAFT)
+
+    @cached_property
     def logits_places(self) -> np.ndarray:
         """int64 [L], the place of each row with logits among those of its sequence, from 0."""
         places: np.ndarray = self.num_logits[self.logits_seqs] - 1 - self.logits_behind
@@ -122,6 +190,17 @@ class ScheduledBatch:
     def forward_mode(self) -> ForwardMode:
         """EXTEND, DECODE, MIXED or IDLE."""
         return ForwardMode.of(len(self.seqs), self.num_single_rows)
+
+
+def _column(field: Callable[[Any], int], parts: list[ScheduledSequence]) -> np.ndarray:
+    return np.fromiter(map(field, parts), np.int64, len(parts))
+
+
+def _drafts(verify: list[ScheduledSequence], is_verified_L: np.ndarray) -> np.ndarray:
+    drafts = np.full(len(is_verified_L), NO_DRAFT)
+    found = chain.from_iterable(map(_draft_token_ids, verify))
+    drafts[is_verified_L] = np.fromiter(found, np.int64)
+    return drafts
 
 
 def _pooled(parts: list[ScheduledSequence]) -> list[int]:

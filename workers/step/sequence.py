@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 
 import numpy as np
 
@@ -72,6 +73,7 @@ class Sequence:
     grammar            grammar of the output and its state; None = any output
     num_prefill_tokens tokens that it had when it moved into its row: it is a prompt until they are computed
     decode_part        its part in each step in which it decodes; None while it has no row
+    verify_part        its part in the last step that verified drafts, which equal drafts share; None as decode_part
     draft_token_ids    guesses for its next tokens, for the next step to verify, or their references as in Drafts
     num_pending        tokens that launched steps draw, at most, and that the host does not have yet
     needs_last_token   its logits processors or its grammar read the last token on the host
@@ -79,6 +81,7 @@ class Sequence:
     adapter_slot       slot of its adapter while it has a row; 0: it has none
     load_tried         preemptions + 1 at its last attempt to load a prefix from outside the device; 0: none
     fetch_tried        its prefix was fetched from another node, or could not be
+    stop_token_ids     those of the request, here because each step reads them
     finished           the request has ended; outputs of launched steps are dropped
     images             of its prompt; None: it has none
     """
@@ -97,6 +100,7 @@ class Sequence:
     grammar: Grammar | None = None
     num_prefill_tokens: int = 0
     decode_part: ScheduledSequence | None = None
+    verify_part: ScheduledSequence | None = None
     draft_token_ids: tuple[int, ...] = ()
     num_pending: int = 0
     needs_last_token: bool = False
@@ -104,6 +108,7 @@ class Sequence:
     adapter_slot: int = 0
     load_tried: int = 0
     fetch_tried: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
     finished: bool = False
     images: SequenceImages | None = None
 
@@ -113,6 +118,7 @@ class Sequence:
         longest = len(request.prompt_token_ids) + request.params.max_tokens
         known = request.prompt_token_ids + request.emitted_token_ids
         seq = cls(request, known, max_num_tokens=min(longest, max_model_len))
+        seq.stop_token_ids = request.params.stop_token_ids
         if request.images:
             seq.images = SequenceImages(request.images, len(request.prompt_token_ids))
         return seq
@@ -142,7 +148,7 @@ class Sequence:
     @property
     def takes_drafts(self) -> bool:
         """Whether the next step may verify drafts: they follow a token that the host has."""
-        return not self.num_pending and self.kind is not PROMPT
+        return not self.num_pending and self.num_computed_tokens >= self.num_prefill_tokens
 
     @property
     def num_remaining(self) -> int:
@@ -158,6 +164,20 @@ class Sequence:
             return pooling is not None and self.num_computed_tokens == len(self.token_ids)
         return len(self.token_ids) + self.num_pending >= self.max_num_tokens
 
+    def propose(self, draft_token_ids: Iterable[int]) -> None:
+        """Let the next step verify drafts or references, as many as the sequence may have tokens before its last.
+
+        `takes_drafts` must hold. Drafts end before the first that the grammar forbids.
+        """
+        assert self.takes_drafts, f"{self.request.request_id} takes no drafts"
+        drafts = tuple(draft_token_ids)
+        left = self.max_num_tokens - 1 - len(self.token_ids)
+        if len(drafts) > left:  # seldom: most sequences are far from their end
+            drafts = drafts[:left]
+        if self.grammar is not None and drafts:
+            drafts = drafts[: self.grammar.num_allowed(drafts)]
+        self.draft_token_ids = drafts
+
     def verified(self, num_rejected: int) -> None:
         """Drop the drafts; the K and V of the last `num_rejected` computed tokens do not count."""
         assert self.row >= 0, f"{self.request.request_id} lost its row with drafts in flight"
@@ -170,8 +190,11 @@ class Sequence:
             assert self.decode_part is not None, f"{self.request.request_id} has no row"
             return self.decode_part
         if kind is VERIFY:
-            drafts = self.draft_token_ids[: num_new - 1]
-            return ScheduledSequence(self, kind, num_new, num_new, drafts)
+            drafts, part = self.draft_token_ids[: num_new - 1], self.verify_part
+            if part is None or part.draft_token_ids != drafts:
+                part = ScheduledSequence(self, kind, num_new, num_new, drafts)
+                self.verify_part = part
+            return part
         last, pooling = num_new == self.num_remaining, self.request.pooling
         if pooling is None:
             return ScheduledSequence(self, kind, num_new, int(last))
@@ -184,23 +207,32 @@ class Sequence:
         return (
             self.grammar is None
             and len(self.token_ids) + len(token_ids) < self.max_num_tokens
-            and self.request.params.stop_token_ids.isdisjoint(token_ids)
+            and self.stop_token_ids.isdisjoint(token_ids)
         )
 
     def finish_reason(self) -> FinishReason | None:
         """Return the reason why the token just appended is the last token, or None."""
-        if self.token_ids[-1] in self.request.params.stop_token_ids:
+        if self.token_ids[-1] in self.stop_token_ids:
             return "stop"
         if self.grammar is not None and self.grammar.complete:
             return "stop"
         return "length" if len(self.token_ids) >= self.max_num_tokens else None
 
 
+_row_of = attrgetter("row")
+
+
+def rows_of(seqs: list[Sequence]) -> np.ndarray:
+    """Return the rows of `seqs` in the InputBatch, int64 [B]; -1: the sequence has none."""
+    return np.fromiter(map(_row_of, seqs), dtype=np.int64, count=len(seqs))
+
+
 class InputBatch:
     """Tokens of the running sequences, one row each, so that a batch is gathered without Python loops.
 
-    token_ids int32 [rows, max_model_len]; num_computed_tokens, adapter_slots and rope_deltas int64 [rows]. The groups
-    of the KV cache keep what they have of each sequence by its row too. rope_deltas are those of SequenceImages.
+    token_ids int32 [rows, max_model_len]; num_tokens (those that the host has), num_computed_tokens, adapter_slots and
+    rope_deltas int64 [rows]. The groups of the KV cache keep what they have of each sequence by its row too.
+    rope_deltas are those of SequenceImages.
 
     In place of a pending token, token_ids holds -1 - row: a forward finds the token on the device by that number. In
     place of draft k of K of a row, it may hold -1 - rows - (row * K + k).
@@ -208,6 +240,7 @@ class InputBatch:
 
     def __init__(self, num_rows: int, max_model_len: int):
         self.token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
+        self.num_tokens = np.zeros(num_rows, dtype=np.int64)
         self.num_computed_tokens = np.zeros(num_rows, dtype=np.int64)
         self.adapter_slots = np.zeros(num_rows, dtype=np.int64)
         self.rope_deltas = np.zeros(num_rows, dtype=np.int64)
@@ -219,6 +252,7 @@ class InputBatch:
         seq.num_prefill_tokens = seq.num_tokens
         seq.decode_part = ScheduledSequence(seq, DECODE, 1, 1)
         self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
+        self.num_tokens[seq.row] = seq.num_tokens
         self.num_computed_tokens[seq.row] = seq.num_computed_tokens
         self.adapter_slots[seq.row] = seq.adapter_slot
         self.rope_deltas[seq.row] = seq.rope_delta
@@ -227,55 +261,43 @@ class InputBatch:
         """Free the row of `seq`."""
         self._free_rows.append(seq.row)
         seq.row = -1
-        seq.decode_part = (
-            None  # refers to `seq`, which would live until the next collection of garbage
-        )
+        # Parts refer to `seq`, which would live until the next collection of garbage.
+        seq.decode_part = seq.verify_part = None
         seq.draft_token_ids = ()
 
-    def rows_of(self, seqs: list[Sequence]) -> np.ndarray:
-        """Return the rows of `seqs`, int64 [B]."""
-        return np.fromiter((seq.row for seq in seqs), dtype=np.int64, count=len(seqs))
+    def committed(
+        self,
+        seqs: list[Sequence],
+        counts: list[int],
+        token_ids: list[int],
+        num_logits_B: np.ndarray,
+    ) -> None:
+        """Enter the tokens that a step has given to `seqs`, in their lists already, and which drafts it rejected.
 
-    def append_token(self, seq: Sequence, token_id: int) -> None:
-        """Append a token to `seq`, which may have lost its row."""
-        if seq.row >= 0:
-            self.token_ids[seq.row, seq.num_tokens] = token_id
-        seq.token_ids.append(token_id)
-
-    def committed(self, seqs: list[Sequence], token_ids: list[int], counts: list[int]) -> None:
-        """Enter the last tokens of `seqs` and how many tokens are computed, of those that still have a row.
-
-        token_ids   of all sequences, one after another; `counts` has their numbers
+        token_ids      of all sequences, one after another; `counts` has their numbers, int [B]
+        num_logits_B   int64, tokens that each sequence might have got
         """
-        rows, counts_B = self.rows_of(seqs), np.array(counts, dtype=np.int64)
-        kept_B = rows >= 0
-        self.num_computed_tokens[rows[kept_B]] = np.array(
-            [seq.num_computed_tokens for seq in seqs], dtype=np.int64
-        )[kept_B]
-        ends_B = np.array([len(seq.token_ids) for seq in seqs], dtype=np.int64)
-        places = np.arange(len(token_ids)) + np.repeat(ends_B - counts_B.cumsum(), counts_B)
-        kept = np.repeat(kept_B, counts_B)
-        place = np.repeat(rows, counts_B)[kept], places[kept]
-        self.token_ids[place] = np.array(token_ids, dtype=np.int64)[kept]
-
-    def propose(self, seq: Sequence, draft_token_ids: Iterable[int]) -> None:
-        """Let the next step verify drafts or references, as many as `seq` may have tokens before its last.
-
-        seq.takes_drafts must hold. Drafts end before the first that the grammar of `seq` forbids.
-        """
-        assert seq.takes_drafts, f"{seq.request.request_id} takes no drafts"
-        start = seq.num_tokens
-        drafts = tuple(draft_token_ids)[: seq.max_num_tokens - 1 - start]
-        if seq.grammar is not None and drafts:
-            drafts = drafts[: seq.grammar.num_allowed(drafts)]
-        seq.draft_token_ids = drafts
-        self.token_ids[seq.row, start : start + len(seq.draft_token_ids)] = seq.draft_token_ids
+        rows_B, counts_B = rows_of(seqs), np.array(counts, dtype=np.int64)
+        token_ids_N = np.array(token_ids, dtype=np.int64)
+        if len(rows_B) and rows_B.min() < 0:
+            kept_B = rows_B >= 0
+            token_ids_N = token_ids_N[np.repeat(kept_B, counts_B)]
+            rows_B, counts_B, num_logits_B = rows_B[kept_B], counts_B[kept_B], num_logits_B[kept_B]
+        self.num_computed_tokens[rows_B] -= num_logits_B - counts_B
+        starts_B = self.num_tokens[rows_B]
+        self.num_tokens[rows_B] = starts_B + counts_B
+        firsts_B = starts_B - counts_B.cumsum() + counts_B
+        places_N = np.arange(len(token_ids_N)) + np.repeat(firsts_B, counts_B)
+        self.token_ids[np.repeat(rows_B, counts_B), places_N] = token_ids_N
 
     def launched(
-        self, seqs: list[Sequence], num_new_tokens: np.ndarray, num_logits: np.ndarray
+        self,
+        seqs: list[Sequence],
+        rows: np.ndarray,
+        num_new_tokens: np.ndarray,
+        num_logits: np.ndarray,
     ) -> None:
         """Enter a launch: each of `seqs` computes `num_new_tokens` tokens and gets `num_logits` pending tokens."""
-        rows = self.rows_of(seqs)
         ends = self.num_computed_tokens[rows] + num_new_tokens
         self.num_computed_tokens[rows] = ends
         for seq, end, drawn in zip(seqs, ends.tolist(), num_logits.tolist(), strict=True):

@@ -3,6 +3,7 @@
 B sequences.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
@@ -11,6 +12,8 @@ import numpy as np
 from workers.step.drafts import Drafts
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.wire.request import RequestOutput, TokenLogprobs
+
+Drawn = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class StepOutput:
     logprobs         one for each of token_ids, None for a request without logprobs; None if no request wants them
     prompt_logprobs  by request id, for prompts that this step completed; None if there are none
     vectors          float32 [n] for each of the B sequences, None where no vector is complete; None if all are None
-    drafts           by index of a sequence with new tokens, drafts that follow them; None: no draft model
+    drafts           drafts that follow the new tokens; None: no draft model
     expert_counts    rows that came to each slot of the rank in each layer so far, int64 [L, s]; None in steps that
                      do not read them
     """
@@ -47,38 +50,36 @@ class StepOutput:
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] | None = None
     vectors: list[np.ndarray | None] | None = None
     times: RunTimes = RunTimes()
-    drafts: dict[int, Drafts] | None = None
+    drafts: Drafts | None = None
     expert_counts: np.ndarray | None = None
 
     @classmethod
     def of(
         cls,
         batch: ScheduledBatch,
-        drawn: list[int],
+        drawn: Drawn,
         logprobs: list[TokenLogprobs | None] | None = None,
         *,
         prompt_logprobs: dict[str, list[TokenLogprobs | None]] | None = None,
         vectors: list[np.ndarray | None] | None = None,
         times: RunTimes = RunTimes(),
-        drafts: dict[int, Drafts] | None = None,
+        drafts: Drafts | None = None,
         expert_counts: np.ndarray | None = None,
         counts_B: np.ndarray | None = None,
     ) -> "StepOutput":
         """Return the output of `batch`: of the tokens drawn, and their logprobs, one for each row with logits.
 
-        The draws of a sequence count up to the first that differs from the draft that it verifies, or as many as
-        counts_B has of the sequence.
+        counts_B   as of `counts_of`
         """
-        counts = batch.num_logits.tolist()
+        drawn_L = np.array(drawn, dtype=np.int64)
+        counts_B = counts_of(batch, drawn_L, counts_B)
         if batch.draft_token_ids is not None:
-            if counts_B is None:
-                counts_B = count_verified(batch, np.array(drawn))
-            counts, kept = counts_B.tolist(), _kept(batch, counts_B)
-            drawn = list(compress(drawn, kept))
-            logprobs = None if logprobs is None else list(compress(logprobs, kept))
+            kept_L = batch.logits_places < counts_B[batch.logits_seqs]
+            drawn_L = drawn_L[kept_L]
+            logprobs = None if logprobs is None else list(compress(logprobs, kept_L.tolist()))
         return cls(
-            token_ids=drawn,
-            counts=counts,
+            token_ids=drawn_L.tolist(),
+            counts=counts_B.tolist(),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             vectors=vectors,
@@ -113,6 +114,18 @@ class StepOutput:
         )
 
 
+def counts_of(
+    batch: ScheduledBatch, drawn_L: np.ndarray, counts_B: np.ndarray | None = None
+) -> np.ndarray:
+    """Return how many draws of each sequence count, int64 [B]: `counts_B` of a batch with drafts.
+
+    counts_B   None: those up to the first that differs from the draft that it verifies
+    """
+    if batch.draft_token_ids is None:
+        return batch.num_logits
+    return count_verified(batch, drawn_L) if counts_B is None else counts_B
+
+
 def count_verified(batch: ScheduledBatch, drawn_L: np.ndarray) -> np.ndarray:
     """Return how many draws of each sequence count, int64 [B]; the batch has drafts."""
     return count_draws(batch, drawn_L != batch.draft_token_ids)
@@ -128,9 +141,3 @@ def count_draws(batch: ScheduledBatch, last_L: np.ndarray) -> np.ndarray:
     counts = np.zeros(len(batch.num_logits), dtype=np.int64)
     counts[batch.logits_seqs] = ends[ends.searchsorted(firsts_L)] - firsts_L + 1
     return counts
-
-
-def _kept(batch: ScheduledBatch, counts_B: np.ndarray) -> list[bool]:
-    """Return whether each draw is among the first draws of its sequence, as many as count."""
-    kept: list[bool] = (batch.logits_places < counts_B[batch.logits_seqs]).tolist()
-    return kept
