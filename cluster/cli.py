@@ -171,6 +171,20 @@ def restart(
     _operate(url, "restart", {"set": overrides or []}, group, api_key_env)
 
 
+@app.command()
+def role(
+    role: Annotated[
+        Literal["generate", "prefill", "decode"],
+        typer.Argument(help="As in the section pool of the YAML.", show_default=False),
+    ],
+    url: Server = LOCAL,
+    group: GroupName = None,
+    api_key_env: KeyVariable = OPERATOR_VARIABLE,
+) -> None:
+    """Let a group of a running server compute prompts for other groups, or answer. Open requests go on."""
+    _operate(url, "role", {"role": role}, group, api_key_env)
+
+
 def _operate(
     url: str, operation: str, body: dict[str, Any], group: str | None, api_key_env: str
 ) -> None:

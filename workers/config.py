@@ -216,7 +216,7 @@ class CacheConfig(Section):
     transfer: Literal["off", "nixl"] = Field(
         "off",
         description="How a decode group gets the KV of a prompt from a prefill group on another node: nixl = NIXL "
-        "(pip install nixl-cu12) reads it from that node's host memory into its own; off = it computes the prompt.",
+        "(the extra phalanx[nixl]) reads it from that node's host memory into its own; off = it computes the prompt.",
     )
     state_snapshots: Auto | Annotated[int, Field(ge=0)] = Field(
         "auto",
@@ -234,6 +234,12 @@ class CacheConfig(Section):
         description="Tokens of a usual request, its answer included: where a model has linear attention, memory is "
         "split by it between state_snapshots and KV blocks.",
     )
+
+    @field_validator("transfer", mode="before")
+    @classmethod
+    def _yaml_words(cls, value: object) -> object:
+        """Turn a boolean back into a word, because YAML 1.1 reads a bare `off` as a boolean."""
+        return "off" if value is False else value
 
     def cached(self, specs: Iterable[AttentionSpec]) -> tuple[AttentionSpec, ...]:
         """Return the specs of a model's layers with this cache's precision."""

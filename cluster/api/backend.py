@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
+from cluster.config.phalanx_config import Role
 from cluster.metrics.snapshot import Snapshot
 from workers.specs.expert_layout import ExpertLayout
 from workers.wire.request import ImageInput, PoolingParams, RequestOutput, SamplingParams
@@ -102,6 +103,10 @@ class EngineBackend(Protocol):
 
     async def restart(self, settings: list[str], group: str | None = None) -> None:
         """Replace the processes of all ranks, or of one group, with these settings. Returns and raises as `scale`."""
+        ...
+
+    async def switch_role(self, role: Role, group: str | None = None) -> None:
+        """Let a group have another part of requests; open ones go on. Raises BadRequestError if that is impossible."""
         ...
 
     async def load_adapter(self, name: str, path: str) -> None:

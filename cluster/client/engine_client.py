@@ -27,7 +27,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.errors import EngineDeadError
 from cluster.metrics.snapshot import Snapshot
 from cluster.supervisor import actor, status
-from cluster.supervisor.group_spec import group_roles, group_sizes
+from cluster.supervisor.group_spec import group_sizes
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus, Renewal
 from kernels.host.owned import OwnedTask
 from workers.specs.expert_layout import ExpertLayout
@@ -92,7 +92,6 @@ class EngineClient(OperatorCalls):
         self._groups = [
             GroupClient(
                 index,
-                role,
                 self._supervisor,
                 self._ingress_id,
                 self._router,
@@ -101,7 +100,7 @@ class EngineClient(OperatorCalls):
                 self._learn,
                 self._wake,
             )
-            for index, role in enumerate(group_roles(self._config))
+            for index in range(len(healths))
         ]
         self._runs = RequestRuns(
             self._groups,
@@ -369,7 +368,7 @@ class EngineClient(OperatorCalls):
                 healths = await self._supervisor.changed_healths.remote(healths)
             except RayError as error:
                 reason = f"the supervisor is gone: {type(error).__name__}"
-                healths = [GroupHealth("failed", health.epoch, reason) for health in healths]
+                healths = [health._replace(state="failed", error=reason) for health in healths]
             self._follow(healths)
 
     async def _follow_adapters(self) -> None:

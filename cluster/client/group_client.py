@@ -38,7 +38,6 @@ class GroupClient:
     """`follow` the health of the group; `keep_open` runs as a task meanwhile.
 
     index       of the group in the pool
-    role        its part of a request; those in a prefill group end when the group cannot go on at once
     supervisor  handle of the supervisor
     router      of all groups; `learn` is called before it counts requests of a new epoch
     refusals    gets the digests of requests that have ended ranks
@@ -50,7 +49,6 @@ class GroupClient:
     def __init__(
         self,
         index: int,
-        role: Role,
         supervisor: Any,
         ingress_id: str,
         router: Router,
@@ -59,7 +57,7 @@ class GroupClient:
         learn: Callable[[int, GroupMembers], None],
         changed: Callable[[], None],
     ):
-        self.index, self.role = index, role
+        self.index = index
         self.health = GroupHealth("starting", 0, "")
         self.lease_id = ""
         self.open: dict[str, OpenRequest] = {}  # by the id that their rank has
@@ -72,6 +70,11 @@ class GroupClient:
         self._expired_lease: str | None = None
         self._released = False
         self._woken = asyncio.Event()
+
+    @property
+    def role(self) -> Role:
+        """Its part of new requests."""
+        return self.health.role
 
     @property
     def epoch(self) -> int:
@@ -94,7 +97,7 @@ class GroupClient:
         return self.health.ended or self._released
 
     def follow(self, health: GroupHealth, *, stopping: bool = False) -> None:
-        """Note the present health. The end of the group ends its requests.
+        """Note the present health. The end of the group ends its requests, a rebuild the prompts for other groups.
 
         stopping: the server ends, so the end of the group is no failure
         """
@@ -105,8 +108,8 @@ class GroupClient:
                 logger.error("the group failed: %s", health.error)
             self.fail_requests(SHUTDOWN_REASON if stopped else health.error)
             self.close()
-        elif self.role == "prefill" and not health.alive:
-            self.fail_requests(f"the prefill group is {health.state}")
+        elif not health.alive:
+            _abort_prompts(self.open.values(), f"the prefill group is {health.state}")
         self._woken.set()
         self._changed()
 
@@ -236,8 +239,8 @@ class GroupClient:
         if any(load.reachable for load in self._router.reachable(self.index)):
             logger.warning("rank %d cannot be reached; other ranks go on with its requests", rank)
             await self._submit_again(moved)
-        elif self.role == "prefill":
-            _abort_all(moved, f"rank {rank} of the prefill group cannot be reached")
+        else:
+            _abort_prompts(moved, f"rank {rank} of the prefill group cannot be reached")
 
     async def _submit_again(self, requests: Iterable[OpenRequest]) -> None:
         """Submit requests that their ranks have no longer, with the tokens that they have emitted."""
@@ -304,6 +307,11 @@ class GroupClient:
         if self.open.pop(request.wire_id, None) is not None:
             request.release()
             self._router.keep(request.load, request.tail, request.emitted)
+
+
+def _abort_prompts(requests: Iterable[OpenRequest], reason: str) -> None:
+    """End the prompts that a group computes for other groups, which compute them sooner than it can go on."""
+    _abort_all((request for request in requests if request.apart), reason)
 
 
 def _abort_all(requests: Iterable[OpenRequest], reason: str) -> None:

@@ -27,6 +27,8 @@ class OpenRequest:
     adapter  id of its LoRA adapter; 0 for none
     images   of its prompt, kept for further attempts
     session  name that the requests of one session share; "" without one
+    apart    the prompt of a request that another group may go on with; where its group cannot go on at once, the other
+             group computes it
     hands_over  its end means that other ranks find its KV, see `EngineRequest`
     kv_source   where its KV was handed over, see `EngineRequest`
     whole    `get` waits for the last output, because a wait for each output takes most of the time of an output
@@ -54,6 +56,7 @@ class OpenRequest:
     pinned: Place | None
     num_tokens: int
     whole: bool = False
+    apart: bool = False
     hands_over: bool = False
     kv_source: str = ""
     pooling: PoolingParams | None = None
@@ -111,6 +114,7 @@ class OpenRequest:
             self,
             params=replace(self.params, max_tokens=1),
             num_tokens=num_prompt + 1,
+            apart=True,
             hands_over=min(self.params.max_tokens, max_model_len - num_prompt) > 1,
             whole=False,
             emitted=[],

@@ -1,15 +1,16 @@
 """The calls of operators to the supervisor, by an ingress: groups and adapters. Knows nothing of requests."""
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
 from cluster.client.adapters import ListedAdapters
-from cluster.config.phalanx_config import PhalanxConfig
+from cluster.config.phalanx_config import PhalanxConfig, Role
 from cluster.errors import BadRequestError, EngineDeadError, NotFoundError
 from cluster.supervisor.adapters import UnknownAdapterError
 from cluster.supervisor.failures import failure_message
+from cluster.supervisor.status import GroupHealth
 
 _Result = TypeVar("_Result")
 
@@ -24,6 +25,7 @@ class OperatorCalls:
     _adapters: ListedAdapters
 
     def _report_adapters(self) -> None: ...
+    def _follow(self, healths: Sequence[GroupHealth]) -> None: ...
 
     async def drain(self, timeout_s: float | None, group: str | None = None) -> None:
         """Drain a group, or all ingresses without one; returns at once."""
@@ -37,6 +39,11 @@ class OperatorCalls:
     async def restart(self, settings: list[str], group: str | None = None) -> None:
         """Replace the processes of a group's ranks, with these settings changed; of all groups without a name."""
         await self._change(self._supervisor.restart.remote(settings, group))
+
+    async def switch_role(self, role: Role, group: str | None = None) -> None:
+        """Let a group have another part of requests; returns when new requests of this ingress go by it."""
+        await self._change(self._supervisor.switch_role.remote(role, group))
+        self._follow(await self._change(self._supervisor.healths.remote()))
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter into all ranks; returns when requests may name it."""

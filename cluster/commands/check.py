@@ -17,7 +17,12 @@ from rich.table import Table
 from cluster.api.tracing import check_tracing
 from cluster.commands.check_adapters import check_adapters
 from cluster.commands.check_backends import alternatives, probe_or_assume
-from cluster.commands.check_host_memory import SessionBytes, tier_lines, too_little_memory
+from cluster.commands.check_host_memory import (
+    SessionBytes,
+    tier_lines,
+    too_little_memory,
+    transfer_unavailable,
+)
 from cluster.commands.check_images import images_line
 from cluster.commands.check_memory import RankRow, rank_rows, too_little_on_gpu
 from cluster.commands.check_room import refuse_too_large
@@ -146,6 +151,7 @@ def check(
             *four_bits_are_widened(model, selection, unavailable, shape),
             *_warnings(config, rank_config, model, selection, ranks, num_api_keys),
             *too_little_memory(rank_config, session, available_memory()),
+            *transfer_unavailable(rank_config),
         ],
     )
 

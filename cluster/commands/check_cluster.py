@@ -12,6 +12,7 @@ from typing import Any
 
 from cluster.commands.start import start_ray
 from cluster.config.phalanx_config import PhalanxConfig
+from workers.kv_transfer.nixl_memory import DISTRIBUTION, nixl_unfit
 from workers.rank.node_facts import NodeFacts
 from workers.rank.node_probe import NodeProbe
 from workers.weights.checkpoint_files import CheckpointFiles
@@ -75,6 +76,7 @@ def find_errors(config: PhalanxConfig, nodes: Sequence[NodeReport]) -> Iterator[
             yield f"{node.name}: its clock is {node.skew_s:+.1f} s off this machine's; run NTP on all nodes"
     yield from differences({n.name: n.facts.equal for n in nodes if n.facts is not None})
     yield from _checkpoint_errors(config, nodes)
+    yield from _transfer_errors(config, nodes)
 
 
 def differences(facts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
@@ -109,6 +111,16 @@ def _checkpoint_errors(config: PhalanxConfig, nodes: Sequence[NodeReport]) -> It
         }
         for line in differences({node: {name: digest[:12]} for node, digest in digests.items()}):
             yield f"{config.model.folder}: {line}"
+
+
+def _transfer_errors(config: PhalanxConfig, nodes: Sequence[NodeReport]) -> Iterator[str]:
+    if config.cache.transfer != "nixl":
+        return
+    for node in nodes:
+        if node.facts is not None:
+            unfit = nixl_unfit(node.facts.equal.get(DISTRIBUTION))
+            if unfit is not None:
+                yield f"{node.name}: cache.transfer is nixl, but {unfit} there"
 
 
 def _probe(config: PhalanxConfig, node: Mapping[str, Any]) -> Any:

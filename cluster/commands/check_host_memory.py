@@ -1,4 +1,4 @@
-"""What the host tier of KV of a configuration holds, in tokens, and the buffers that it needs. Pure arithmetic."""
+"""KV outside the devices: the tokens that the host tier holds, the buffers that it needs, and whether NIXL is there."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from kernels.interface.backend import BackendShape
 from kernels.interface.kv_layout import kv_block_bytes
 from workers.config import RankConfig
 from workers.kv_cache.demand import KVDemand
+from workers.kv_transfer.nixl_memory import VERSION, nixl_unavailable
 from workers.kv_transfer.row_copies import BUFFER_BYTES
 from workers.models.draft_config import load_draft_config
 from workers.rank.device_memory import size
@@ -53,7 +54,7 @@ class SessionBytes:
 
 
 def tier_lines(config: RankConfig, session: SessionBytes) -> dict[str, str]:
-    """Return what the tiers outside the device hold, by setting; nothing where they are off."""
+    """Return what the tiers outside the device hold, and the way to other nodes, by setting; nothing that is off."""
     cache, lines = config.cache, dict[str, str]()
     tiers = {"host_memory_gib": cache.host_memory_gib}
     if cache.disk_path is not None:
@@ -65,7 +66,15 @@ def tier_lines(config: RankConfig, session: SessionBytes) -> dict[str, str]:
             lines[key] = (
                 f"{gib:g} GiB a node hold {num * longest:,} tokens: {num:,} sessions of {longest:,} tokens"
             )
+    if cache.transfer == "nixl":
+        lines["transfer"] = f"nixl {'cannot run here' if nixl_unavailable() else VERSION}"
     return lines
+
+
+def transfer_unavailable(config: RankConfig) -> Iterator[str]:
+    """Yield why ranks cannot run on this machine for want of what `cache.transfer` needs."""
+    if config.cache.transfer == "nixl" and (unfit := nixl_unavailable()) is not None:
+        yield f"cache.transfer is nixl, but {unfit} on every node; ranks do not start without it"
 
 
 def buffer_bytes(config: RankConfig, block_bytes: int, state_bytes: int) -> int:

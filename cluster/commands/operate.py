@@ -1,4 +1,4 @@
-"""`phalanx drain`, `phalanx scale` and `phalanx restart`: requests to the routes of operators of a running server."""
+"""`phalanx drain`, `scale`, `restart` and `role`: requests to the routes of operators of a running server."""
 
 import json
 import os

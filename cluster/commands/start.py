@@ -102,8 +102,6 @@ class RankStart:
 
         beside: whether `what`, which starts beside the ranks, is ready; may raise.
         """
-        from cluster.supervisor.status import GroupHealth
-
         ranks_ready = time.monotonic()
         with self._console.status("starting ranks") as line:
             while not self._stop.is_set():
@@ -119,7 +117,7 @@ class RankStart:
                 elif self._preflight.done() and ready:
                     self.print_warnings()
                     self._report(what, time.monotonic() - ranks_ready)
-                    self._healths = [GroupHealth(s.state, s.epoch, s.error) for s in statuses]
+                    self._healths = [status.health for status in statuses]
                     for text in dict.fromkeys(map(_sizes, statuses)):
                         self._console.print(f"  {text}")
                     return True
@@ -142,7 +140,8 @@ class RankStart:
             raise ServerError("; ".join(dict.fromkeys(health.error for health in healths)))
         for before, health in zip(self._healths or healths, healths, strict=True):
             if health != before:
-                state = f"{health.state}, epoch {health.epoch}"
+                role = "" if health.role == before.role else f", role {health.role}"
+                state = f"{health.state}, epoch {health.epoch}{role}"
                 self._console.print(
                     f"{state}: {health.error}" if health.error else state, soft_wrap=True
                 )

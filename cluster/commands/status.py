@@ -51,22 +51,24 @@ def fetch(url: str) -> tuple[bool, dict[str, Any]]:
 
 
 def table(url: str, ready: bool, body: dict[str, Any]) -> RenderableType:
-    """Each group with its state, the stages of its last rebuild, and the vote ages of its ranks."""
+    """Each group with its state, its role if it has one, the stages of its last rebuild, and its ranks' vote ages."""
     head = Text.assemble(
         (body["status"], "green" if ready else "red"),
         f"  {url}",
         "" if ready else f"  {body['error']['message']}",
     )
-    return Group(head, *(_group(number, it) for number, it in enumerate(body["groups"])))
+    return Group(head, *map(_group, body["groups"]))
 
 
-def _group(number: int, group: dict[str, Any]) -> RenderableType:
+def _group(group: dict[str, Any]) -> RenderableType:
     rows = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     rows.add_column(style="dim")
     rows.add_column()
     since = datetime.fromtimestamp(group["since"]).strftime("%Y-%m-%d %H:%M:%S")
     state = Text(group["state"], style=_STYLES.get(group["state"], "yellow"))
-    rows.add_row(f"group {number}", state + f" since {since} ({duration(group['seconds'])})")
+    rows.add_row(f"group {group['name']}", state + f" since {since} ({duration(group['seconds'])})")
+    if group["role"] != "generate":
+        rows.add_row("role", group["role"])
     if group["error"]:
         rows.add_row("reason", group["error"])
     if group["stage"]:

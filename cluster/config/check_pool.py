@@ -44,8 +44,12 @@ def _check_roles(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[P
             "pool",
             "a group has the role decode and none prefill; expected a prefill group, or the role generate",
         )
-    if "prefill" not in roles:
-        return
+    if "prefill" in roles:
+        yield from check_hand_overs(config, model)
+
+
+def check_hand_overs(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[Problem]:
+    """Yield the settings with which a prefill group could hand nothing over."""
     if model is not None and model.pooling is not None:
         yield Problem(
             "pool",

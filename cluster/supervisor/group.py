@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
+from cluster.config.phalanx_config import Role
 from cluster.errors import SHUTDOWN_REASON
 from cluster.supervisor import epoch_watch, placement, relocation
 from cluster.supervisor.attempts import Attempts
@@ -70,7 +71,7 @@ class Group:
         epoch_begins: Callable[[int], Awaitable[None]] = _keep_nothing,
     ):
         self.spec = spec
-        self.status = GroupStatus(spec.name)
+        self.status = GroupStatus(spec.name, spec.role)
         self._roster = Roster(
             launcher,
             spec.ranks,
@@ -90,7 +91,7 @@ class Group:
         self.adapters = GroupAdapters(self._roster, self._formation)
         self._change = PendingChange()
         self._hang_timeout_s = hang_timeout_s
-        self._attempts = Attempts(rebuild_attempts)
+        self.attempts = Attempts(rebuild_attempts)
         self._failed: set[int] = set()
         self._ended: frozenset[int] = frozenset()
         self._slow_ranks = slow_ranks or SlowRanks()
@@ -104,8 +105,8 @@ class Group:
 
     @property
     def health(self) -> GroupHealth:
-        """State, epoch and error."""
-        return GroupHealth(self.status.state, self.status.epoch, self.status.error)
+        """State, epoch, error and role."""
+        return self.status.health
 
     @property
     def members(self) -> GroupMembers:
@@ -176,7 +177,7 @@ class Group:
             level = logging.DEBUG if explained else logging.ERROR
             logger.log(level, "start failed at stage %s", self.status.stage, exc_info=True)
             message = f"start failed at stage {self.status.stage!r}: {failure_message(error)}"
-            if isinstance(error, RankDiedError) and self._attempts.limit:
+            if isinstance(error, RankDiedError) and self.attempts.limit:
                 self._set_state("rebuilding", message)
             else:
                 self._end("failed", message)
@@ -239,8 +240,8 @@ class Group:
         began, first_reason, first_attempt = time.monotonic(), reason, True
         before = self._roster.wanted
         if began - self._serving_since >= STABLE_S:
-            self._attempts.forget()
-        may_try = change is not None or self._attempts.fail(self.status.epoch, self._ended)
+            self.attempts.forget()
+        may_try = change is not None or self.attempts.fail(self.status.epoch, self._ended)
         while may_try and not self.health.ended:
             self.status.epoch += 1
             self.status.stages = [] if self._hang is None else [("detection", self._hang.seconds)]
@@ -271,7 +272,7 @@ class Group:
                 if change is not None:
                     change.fail(failed)
                     change, self._roster.wanted = None, before
-                may_try = self._attempts.fail() and not isinstance(error, NodeLostError)
+                may_try = self.attempts.fail() and not isinstance(error, NodeLostError)
             else:
                 seconds = time.monotonic() - began
                 self.status.rebuilt(Rebuild(first_reason, seconds, tuple(self.status.stages)))
@@ -282,8 +283,8 @@ class Group:
                 return
         if self.health.ended:
             return
-        if self._attempts.used_up:
-            reason += f" (after {self._attempts.limit} rebuilds in a row, cluster.rebuild_attempts)"
+        if self.attempts.used_up:
+            reason += f" (after {self.attempts.limit} rebuilds in a row, cluster.rebuild_attempts)"
         self.fail(reason)
 
     async def _replace(self, change: PendingChange | None) -> set[int]:
@@ -310,13 +311,10 @@ class Group:
         for rank in self._roster.ranks:
             rank.close_stream.remote(self.status.epoch, stream_id)
 
-    def expect_failures(self, epoch: int, ranks: Collection[int]) -> None:
-        """Note that requests are on trial in these ranks; `judge_failure` counts a failure of them."""
-        self._attempts.expect(epoch, ranks)
-
-    def judge_failure(self, by_request: bool) -> None:
-        """Note whether a request caused the last failure: then it does not count towards `rebuild_attempts`."""
-        self._attempts.judge(by_request)
+    def take_role(self, role: Role) -> None:
+        """Have another part of new requests; the open ones go on."""
+        self.status.role = role
+        self._set_state(self.status.state, self.status.error)
 
     def drain(self) -> None:
         """Note that no new requests come."""

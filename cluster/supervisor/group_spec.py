@@ -12,6 +12,7 @@ class GroupSpec:
     """One group.
 
     name    unique among the groups of the Ray cluster, and by which an operator's call names the group
+    role    at the start
     model   by which a request names the model
     config  the configuration of a server with this group alone, which a change in service starts from
     ranks   settings of the group's ranks
@@ -22,11 +23,6 @@ class GroupSpec:
     model: str
     config: PhalanxConfig
     ranks: RankConfig
-
-
-def group_roles(config: PhalanxConfig) -> list[Role]:
-    """The role of each group."""
-    return [group.role for group in config.pool] or ["generate"]
 
 
 def group_sizes(config: PhalanxConfig) -> list[int]:
@@ -54,5 +50,5 @@ def group_specs(config: PhalanxConfig, *, num_gpus: int | None = None) -> list[G
         cluster = config.cluster.model_copy(update=own)
         of_group = config.model_copy(update={"cluster": cluster, "pool": []})
         ranks = resolve_rank_config(of_group, num_gpus=num_gpus)
-        specs.append(GroupSpec(f"{name}-{group.role}-{number}", group.role, model, of_group, ranks))
+        specs.append(GroupSpec(f"{name}-{number}", group.role, model, of_group, ranks))
     return specs

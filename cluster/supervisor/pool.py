@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
+from cluster.config.phalanx_config import Role
 from cluster.supervisor.group import Group
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus
 from kernels.host.owned import OwnedTask
@@ -96,7 +97,23 @@ class ModelPool:
     def can_spare(self, group: Group) -> bool:
         """Whether another group answers requests: groups of the role prefill do not."""
         others = (other for other in self.groups if other is not group)
-        return any(it.health.state == "serving" and it.spec.role != "prefill" for it in others)
+        return any(it.health.state == "serving" and it.health.role != "prefill" for it in others)
+
+    def switch_role(self, group: Group, role: Role) -> None:
+        """Let a group have another part of new requests.
+
+        Raises ValueError if the group has ended, or if no other group would answer requests.
+        """
+        name, health = group.spec.name, group.health
+        if health.ended:
+            raise ValueError(f"group {name!r} is {health.state}; it takes no requests any more")
+        if role == "prefill" and not self.can_spare(group):
+            raise ValueError(
+                f"no other group answers than {name!r}; a group with the role decode or generate has to serve before "
+                "this one gets the role prefill"
+            )
+        logger.info("group %s has the role %s instead of %s", name, role, health.role)
+        group.take_role(role)
 
     def close_stream(self, index: int, lease_id: str) -> None:
         """Let the ranks of a group forget an ingress that is gone."""

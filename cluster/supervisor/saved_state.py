@@ -1,4 +1,4 @@
-"""What a supervisor keeps in Ray's GCS for its next process: epochs, configurations after changes, and drains."""
+"""What a supervisor keeps in Ray's GCS for its next process: epochs, configurations and roles after changes, drains."""
 
 import asyncio
 import pickle
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ray.experimental import internal_kv
 
-from cluster.config.phalanx_config import PhalanxConfig
+from cluster.config.phalanx_config import PhalanxConfig, Role
 from workers.lora_config import LoadedAdapter
 
 NAMESPACE = b"phalanx"
@@ -18,11 +18,13 @@ class GroupState:
 
     epoch   the last one that began; -1 before the first
     config  after changes in service; None without any
+    role    after a change in service; None without one
     drain_s limit of the drain of this group alone that has begun; None without one
     """
 
     epoch: int = -1
     config: PhalanxConfig | None = None
+    role: Role | None = None
     drain_s: float | None = None
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from cluster.config.phalanx_config import Role
 from cluster.supervisor.launcher import RankHandle
 from cluster.supervisor.placement import RankLocation
 from workers.rank.rank_info import RankInfo
@@ -13,11 +14,12 @@ GroupState = Literal["starting", "serving", "rebuilding", "draining", "failed", 
 
 
 class GroupHealth(NamedTuple):
-    """The state of a group; `error` explains the states failed and stopped."""
+    """The state of a group and its part of requests; `error` explains the states failed and stopped."""
 
     state: GroupState
     epoch: int
     error: str
+    role: Role = "generate"
 
     @property
     def alive(self) -> bool:
@@ -80,6 +82,7 @@ class GroupStatus:
     """A group and the progress of its start or rebuild, as shown to people.
 
     name          that of the group's spec
+    role          its part of requests, which an operator can change
     since         Unix time at which the state began
     stages        name and seconds of each stage that ended
     progress      done and total of the present stage; 0 if unknown
@@ -91,6 +94,7 @@ class GroupStatus:
     """
 
     name: str = ""
+    role: Role = "generate"
     state: GroupState = "starting"
     epoch: int = 0
     error: str = ""
@@ -107,6 +111,11 @@ class GroupStatus:
     slow: list[int] = field(default_factory=list)
     slowdowns: list[float] = field(default_factory=list)
 
+    @property
+    def health(self) -> GroupHealth:
+        """What ingresses act on."""
+        return GroupHealth(self.state, self.epoch, self.error, self.role)
+
     def rebuilt(self, rebuild: Rebuild) -> None:
         """Count a rebuild."""
         self.num_rebuilds += 1
@@ -120,6 +129,7 @@ class GroupStatus:
         last = self.last_rebuild
         return {
             "name": self.name,
+            "role": self.role,
             "state": self.state,
             "epoch": self.epoch,
             "since": round(self.since, 3),

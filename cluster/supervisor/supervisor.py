@@ -10,9 +10,7 @@ from functools import partial
 
 import ray
 
-from cluster.config.changes import RESTART, SCALE, changed_config
-from cluster.config.phalanx_config import PhalanxConfig
-from cluster.config.resolve import check_num_ranks, resolve_rank_config
+from cluster.config.phalanx_config import PhalanxConfig, Role
 from cluster.metrics.metrics import GAUGES
 from cluster.metrics.snapshot import Snapshot, SnapshotTotals
 from cluster.supervisor.adapters import ServerAdapters
@@ -20,6 +18,7 @@ from cluster.supervisor.group import Group
 from cluster.supervisor.group_spec import GroupSpec, group_specs
 from cluster.supervisor.launcher import RankLauncher
 from cluster.supervisor.leases import LEASE_S, Leases
+from cluster.supervisor.operations import Operations, resolve_on_cluster
 from cluster.supervisor.placement import num_gpus
 from cluster.supervisor.pool import ModelPool
 from cluster.supervisor.saved_state import PoolState
@@ -33,7 +32,6 @@ from cluster.supervisor.status import (
 from kernels.host.awake import AwakeTime
 from kernels.host.owned import OwnedTask
 from workers import hub
-from workers.config import RankConfig
 from workers.log import set_up_logging
 from workers.lora_config import LoadedAdapter
 from workers.rank.rank_info import RankTrace
@@ -52,12 +50,12 @@ class Supervisor:
     def __init__(self, config: PhalanxConfig):
         set_up_logging("supervisor", config.serve.log_level, config.serve.log_format)
         self._config = config
-        self._device = ""  # of the ranks
         # While this process is stopped, or its loop waits for Ray's GCS, it reads no heartbeat: the silence is its own.
         self._awake = AwakeTime(LEASE_S / 5)
         self._leases = Leases(config.cluster.start_timeout_s, self._awake.look)
         self._pool = ModelPool(self._create_groups(config), self._leases.of_group)
         self._state = PoolState()
+        self._operations = Operations(config, self._pool, self._state, self._save_state)
         self._adapters = ServerAdapters(
             config.lora,
             config.serve.model_name or "",
@@ -80,7 +78,6 @@ class Supervisor:
             hub.fetch_description(config.model.path, config.model.revision)
         # This actor holds no GPU and so sees none: Ray counts the GPUs of the cluster.
         specs = group_specs(config, num_gpus=num_gpus())
-        self._device = specs[0].ranks.device
         return [self._create_group(config, spec) for spec in specs]
 
     def _create_group(self, config: PhalanxConfig, spec: GroupSpec) -> Group:
@@ -101,9 +98,6 @@ class Supervisor:
             epoch_begins=partial(self._note_epoch, spec.name),
         )
 
-    def _resolve(self, config: PhalanxConfig) -> RankConfig:
-        return resolve_rank_config(config, num_gpus=num_gpus())
-
     async def start(self, config: PhalanxConfig) -> None:
         """Bring the groups up; the first call alone has an effect. Raises ValueError for another configuration."""
         if config != self._config:
@@ -120,13 +114,15 @@ class Supervisor:
 
         state: what that process has kept; without ranks the configuration of the start counts
         """
-        self._state = state
+        self._state = self._operations.state = state
         if state.adapters is not None:
             self._adapters.recover(state.adapters)
         state.adapters = self._adapters.state
         for index, group in enumerate(self._pool.groups):
             kept = state.of(group.spec.name)
-            wanted = None if kept.config is None else self._resolve(kept.config)
+            if kept.role is not None:
+                group.take_role(kept.role)
+            wanted = None if kept.config is None else resolve_on_cluster(kept.config)
             for lease_id in await group.recover(wanted, kept.epoch):
                 self._leases.adopt(lease_id, index)
             if not group.members.ranks:
@@ -219,38 +215,18 @@ class Supervisor:
 
     async def scale(self, num_ranks: int, group: str | None = None) -> None:
         """Bring a group to another number of ranks; open requests go on. Raises ValueError if that is impossible."""
-        settings = [f"cluster.ranks={num_ranks}"]
-        reason = f"scaling to {num_ranks} ranks"
-        await self._change(self._pool.only(group), settings, SCALE, reason, anew=False)
+        await self._operations.scale(num_ranks, group)
 
     async def restart(self, settings: list[str], group: str | None = None) -> None:
         """Replace the processes of a group's ranks, with these settings (as in --set); open requests go on.
 
         Without a name all groups restart, one after another.
         """
-        what = f" with {', '.join(settings)}" if settings else ""
-        for found in self._pool.named(group):
-            await self._change(found, settings, RESTART, f"restarting the ranks{what}", anew=True)
+        await self._operations.restart(settings, group)
 
-    async def _change(
-        self,
-        group: Group,
-        settings: list[str],
-        allowed: Collection[str],
-        reason: str,
-        *,
-        anew: bool,
-    ) -> None:
-        kept = self._state.of(group.spec.name)
-        present = group.spec.config if kept.config is None else kept.config
-        config = await asyncio.to_thread(changed_config, present, settings, allowed)
-        check_num_ranks(config)
-        ranks = self._resolve(config)
-        if ranks.device != self._device:
-            raise ValueError(f"the ranks would run on {ranks.device} instead of {self._device}")
-        await group.change(ranks, reason, anew=anew)
-        kept.config = config
-        await self._save_state()
+    async def switch_role(self, role: Role, group: str | None = None) -> None:
+        """Let a group have another part of requests; open ones go on. Raises ValueError if that is impossible."""
+        await self._operations.switch_role(role, group)
 
     async def _note_epoch(self, group: str, epoch: int) -> None:
         """Keep the number of an epoch that begins: a supervisor that finds no rank goes on after it.
@@ -302,11 +278,11 @@ class Supervisor:
 
     async def expect_failures(self, group: int, epoch: int, ranks: Collection[int]) -> None:
         """An ingress puts requests on trial in these ranks, and will judge their next failure."""
-        self._pool.groups[group].expect_failures(epoch, ranks)
+        self._pool.groups[group].attempts.expect(epoch, ranks)
 
     async def judge_failure(self, group: int, by_request: bool) -> None:
         """An ingress has found whether one of its requests ended ranks of a group."""
-        self._pool.groups[group].judge_failure(by_request)
+        self._pool.groups[group].attempts.judge(by_request)
 
     async def ping(self) -> None:
         """Return at once; a rank calls it from time to time, and ends when this actor has ended for good."""

@@ -123,10 +123,11 @@ function bar(row, kind, ...shares) {
   shares.forEach((share, i) => (parts[i].style.width = `${Math.min(1, share) * 100}%`));
 }
 
-function groupState({ state, seconds, epoch, rebuilds, slow_ranks: slow }) {
+function groupState({ role, state, seconds, epoch, rebuilds, slow_ranks: slow }) {
   const [size, unit] = seconds < 120 ? [1, "s"] : seconds < 7200 ? [60, "min"] : [3600, "h"];
   const held = slow.map((rank) => `, rank ${rank} is slow`).join("");
-  return `${state} for ${whole(seconds / size)} ${unit}, epoch ${epoch}, ${rebuilds} rebuild${rebuilds === 1 ? "" : "s"}${held}`;
+  const part = role === "generate" ? "" : `${role}: `;
+  return `${part}${state} for ${whole(seconds / size)} ${unit}, epoch ${epoch}, ${rebuilds} rebuild${rebuilds === 1 ? "" : "s"}${held}`;
 }
 
 const requests = (running, waiting) => (waiting ? `${running} + ${waiting} queued` : `${running} running`);

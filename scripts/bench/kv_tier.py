@@ -1,12 +1,12 @@
 """Sessions that pause, with and without a host tier of KV: rates, first tokens, restores, and a rank that is killed.
 
 Two servers, one after the other, with `cache.host_memory_gib` and without. The KV caches of the devices together hold a
-quarter of the KV of all sessions. For each server:
+quarter of the KV of all sessions; without the part `sessions` all sessions of `kill`. For each server, `--parts`:
 
 sessions  each turn of a session sends its text so far and `--growth` random tokens more; `--concurrency` sessions at
           once, in turns. Counted are the turns behind the first one
 random    prompts that share nothing
-kill      SIGKILL for a rank while sessions of `--kill-tokens` tokens stream: the longest gap of each stream behind it
+kill      SIGKILL for a rank while sessions of `--kill-tokens` tokens stream, see `scripts.bench.kv_kill`
 
 Restores: bytes over the time of their copies, from /metrics, beside one plain copy of pinned memory to the device (on
 CPU: from memory to memory). Answers of both servers are compared; on GPUs they may differ by rounding.
@@ -14,7 +14,15 @@ CPU: from memory to memory). Answers of both servers are compared; on GPUs they 
 A dry run on a CPU:
 
     python -m scripts.bench.kv_tier --config configs/local.yaml --ranks 2 --sessions 8 --tokens 512 --turns 2 \\
-        --concurrency 4 --output-len 8 --kill-tokens 256 --host-gib 0.5 --set cluster.device=cpu --out /tmp/kv-tier
+        --concurrency 4 --output-len 8 --kill-sessions 4 --kill-tokens 256 --host-gib 0.5 --set cluster.device=cpu \\
+        --out /tmp/kv-tier
+
+The failure alone, on two ranks of a CPU, with random weights:
+
+    python -m scripts.make_checkpoint /tmp/kv-kill --set max_position_embeddings=8192
+    python -m scripts.bench.kv_tier --config configs/local.yaml --ranks 2 --parts kill --host-gib 4 \\
+        --set model.path=/tmp/kv-kill --set cluster.device=cpu --set scheduler.max_num_seqs=32 \\
+        --out docs/results/cpu-kv-kill
 """
 
 import argparse
@@ -22,30 +30,27 @@ import asyncio
 import json
 import os
 import random
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.bench import machine
 from cluster.config.load import load_config
 from kernels.host import cuda_environment
 from scripts.bench import ROOT, results
+from scripts.bench.kv_kill import VOCABULARY, Kills
+from scripts.bench.kv_streams import Stream, ask, at_once, figures
 from scripts.bench.servers import ServerProcess, free_port, phalanx
 
-VOCABULARY = range(1, 256)
 TIMEOUT_S = 900.0
+PARTS = ("sessions", "random", "kill")
 COUNTS_S = 3.0
 """Time after which a rank has looked at the counters of its store."""
 LINK = """
@@ -62,65 +67,6 @@ for _ in range(6):
     best = max(best, 2**28 / (time.perf_counter() - started))
 print(best)
 """
-
-
-@dataclass
-class Stream:
-    """One streamed answer: when it was sent, when each chunk came, its text and its count of cached tokens."""
-
-    sent: float = field(default_factory=time.monotonic)
-    times: list[float] = field(default_factory=list)
-    text: str = ""
-    tokens: int = 0
-    cached: int = 0
-
-
-async def ask(client: httpx.AsyncClient, model: str, prompt: list[int], length: int) -> Stream:
-    """Stream one greedy answer of exactly `length` tokens."""
-    found = Stream()
-    body = {"model": model, "prompt": prompt, "max_tokens": length, "temperature": 0}
-    body |= {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            item = json.loads(line.removeprefix("data: "))
-            if item["choices"]:
-                found.times.append(time.monotonic())
-                found.text += item["choices"][0]["text"]
-            if item.get("usage"):
-                found.tokens = item["usage"]["completion_tokens"]
-                found.cached = (item["usage"].get("prompt_tokens_details") or {})["cached_tokens"]
-    assert found.tokens == length, f"{found.tokens} tokens in place of {length}"
-    return found
-
-
-async def at_once(limit: int, calls: Iterable[Callable[[], Awaitable[Stream]]]) -> list[Stream]:
-    """Return the results of `calls`, of which `limit` run at once, in their order."""
-    places = asyncio.Semaphore(limit)
-
-    async def one(call: Callable[[], Awaitable[Stream]]) -> Stream:
-        async with places:
-            return await call()
-
-    return await asyncio.gather(*map(one, calls))
-
-
-def figures(streams: list[Stream], num_prompt_tokens: int) -> dict[str, Any]:
-    """Return rates and first tokens of streams that ran together, and a digest of what they answered."""
-    seconds = max(it.times[-1] for it in streams) - min(it.sent for it in streams)
-    first = sorted(it.times[0] - it.sent for it in streams)
-    return {
-        "requests": len(streams),
-        "seconds": round(seconds, 3),
-        "output_tok_s": round(sum(it.tokens for it in streams) / seconds, 2),
-        "total_tok_s": round((num_prompt_tokens + sum(it.tokens for it in streams)) / seconds, 1),
-        "first_token_p50_s": round(statistics.median(first), 4),
-        "first_token_p99_s": round(first[min(len(first) - 1, int(0.99 * len(first)))], 4),
-        "cached_share": round(sum(it.cached for it in streams) / max(1, num_prompt_tokens), 4),
-        "texts": [it.text for it in streams],
-    }
 
 
 @dataclass
@@ -150,7 +96,7 @@ class Bench:
             for text in texts:
                 text += chance.choices(VOCABULARY, k=options.growth)
         own = figures(found, num_prompt_tokens)
-        return {**own, "first_turn": {**figures(first, 0), "texts": []}}
+        return {**own, "first_turn": {**figures(first, 0), "answers": []}}
 
     def _call(self, prompt: list[int], length: int) -> Callable[[], Awaitable[Stream]]:
         return lambda: ask(self.client, self.model, prompt, length)
@@ -163,34 +109,8 @@ class Bench:
         return figures(await at_once(options.concurrency, calls), sum(map(len, prompts)))
 
     async def kill(self) -> dict[str, Any]:
-        """Kill the last rank while all sessions stream; return the longest gap of each stream from then on."""
-        options, chance = self.options, random.Random(3)
-        prompts = [
-            chance.choices(VOCABULARY, k=options.kill_tokens) for _ in range(options.kill_sessions)
-        ]
-        streams = asyncio.gather(
-            *(self._call(prompt, options.kill_output_len)() for prompt in prompts)
-        )
-        await asyncio.sleep(options.kill_after_s)
-        assert not streams.done(), "all answers are complete: raise --kill-output-len"
-        ranks = [
-            process
-            for process in psutil.Process(self.server.pid).children(recursive=True)
-            if "RankActor" in " ".join(process.cmdline())
-        ]
-        ranks[-1].send_signal(signal.SIGKILL)
-        killed = time.monotonic()
-        pauses = []
-        for stream in await streams:
-            after = [killed, *(it for it in stream.times if it > killed)]
-            if stream.times[0] < killed < stream.times[-1]:
-                pauses.append(max(later - earlier for earlier, later in pairwise(after)))
-        return {
-            "open_streams": len(pauses),
-            "pause_p50_s": round(statistics.median(pauses), 3) if pauses else None,
-            "pause_max_s": round(max(pauses), 3) if pauses else None,
-            "texts": [stream.text for stream in await streams],
-        }
+        """A rank that dies while all sessions stream."""
+        return await Kills(self.options, self.client, self.model, self.server).run()
 
     async def counters(self) -> dict[str, float]:
         """Return the counters of KV of all ranks, added up, with the values of their labels."""
@@ -207,12 +127,14 @@ class Bench:
 
 
 def settings_of(options: argparse.Namespace, *, tier: bool) -> list[str]:
-    """Return the settings of a server, with caches for a quarter of the KV of all sessions."""
+    """Return the settings of a server, with caches as the method has it."""
     block, ranks = options.block_size, options.ranks
-    longest = options.tokens + options.growth * options.turns + options.output_len
-    longest = max(longest, options.kill_tokens + options.kill_output_len)
-    quarter = options.sessions * options.tokens // (4 * ranks * block)
-    num_blocks = options.num_blocks or max(quarter, -(-longest // block) + 1)
+    longest = options.kill_tokens + options.kill_output_len
+    wanted = -(-options.kill_sessions // ranks) * -(-longest // block)
+    if "sessions" in options.parts:
+        longest = max(longest, options.tokens + options.growth * options.turns + options.output_len)
+        wanted = options.sessions * options.tokens // (4 * ranks * block)
+    num_blocks = options.num_blocks or max(wanted, -(-longest // block)) + 1
     return [
         f"cluster.ranks={ranks}",
         "cache.prefix_caching=true",
@@ -231,14 +153,11 @@ async def measure(server: ServerProcess, options: argparse.Namespace, model: str
         base_url=server.url, timeout=TIMEOUT_S, limits=limits, trust_env=False
     ) as client:
         bench, found = Bench(options, client, model, server), dict[str, Any]()
-        for part in ("sessions", *options.parts):
+        for part in options.parts:
             found[part] = await getattr(bench, part)()
-            told = {key: it for key, it in found[part].items() if key != "texts"}
+            found[part]["counters"] = await bench.counters()
+            told = {key: it for key, it in found[part].items() if key != "answers"}
             print(json.dumps({part: told}), file=sys.stderr, flush=True)
-            if part == "sessions":
-                found["counters"] = await bench.counters()
-            if part == "kill":
-                found["counters_after_kill"] = await bench.counters()
         return found
 
 
@@ -263,28 +182,33 @@ def serve(options: argparse.Namespace, *, tier: bool) -> dict[str, Any]:
 
 
 def compare(on: dict[str, Any], off: dict[str, Any], link: float) -> dict[str, Any]:
-    """Return the figures of the tier over those without it, and remove the texts."""
-    parts = ["sessions", *(part for part in ("random", "kill") if part in on)]
-    texts = {part: (on[part].pop("texts"), off[part].pop("texts")) for part in parts}
-    loaded, seconds = (
-        on["counters"].get(f"{name}_total load", 0)
-        for name in ("kv_moved_bytes", "kv_copy_seconds")
-    )
+    """Return the figures of the tier over those without it, and remove the answers."""
+    parts = [part for part in PARTS if part in on]
+    answers = {part: (on[part].pop("answers"), off[part].pop("answers")) for part in parts}
     found: dict[str, Any] = {
-        "output_tok_s": on["sessions"]["output_tok_s"] / off["sessions"]["output_tok_s"],
-        "first_token_p50": off["sessions"]["first_token_p50_s"]
-        / on["sessions"]["first_token_p50_s"],
-        "restore_bytes_s": loaded / seconds if seconds else None,
-        "restore_share_of_link": loaded / seconds / link if seconds else None,
         "equal_answers": {
             part: f"{sum(a == b for a, b in zip(*pair, strict=True))} of {len(pair[0])}"
-            for part, pair in texts.items()
-        },
+            for part, pair in answers.items()
+        }
     }
+    if "sessions" in on:
+        own, without = on["sessions"], off["sessions"]
+        loaded, seconds = (
+            own["counters"].get(f"{name}_total load", 0)
+            for name in ("kv_moved_bytes", "kv_copy_seconds")
+        )
+        found |= {
+            "output_tok_s": own["output_tok_s"] / without["output_tok_s"],
+            "first_token_p50": without["first_token_p50_s"] / own["first_token_p50_s"],
+            "restore_bytes_s": loaded / seconds if seconds else None,
+            "restore_share_of_link": loaded / seconds / link if seconds else None,
+        }
     if "random" in on:
         found["random_total_tok_s"] = on["random"]["total_tok_s"] / off["random"]["total_tok_s"]
-    if on.get("kill", {}).get("pause_p50_s") and off["kill"]["pause_p50_s"]:
-        found["kill_pause_p50"] = off["kill"]["pause_p50_s"] / on["kill"]["pause_p50_s"]
+    if "kill" in on:
+        for name in ("killed_rank", "killed_rank_behind_rebuild"):
+            pauses = [it["kill"][name]["pause_p50_s"] for it in (off, on)]
+            found[f"{name}_pause_p50"] = pauses[0] / pauses[1]
     return {
         key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()
     }
@@ -305,8 +229,8 @@ def main() -> None:
     parser.add_argument("--kill-sessions", type=int, default=32)
     parser.add_argument("--kill-tokens", type=int, default=4000)
     parser.add_argument("--kill-output-len", type=int, default=512)
-    parser.add_argument("--kill-after-s", type=float, default=5.0)
-    parser.add_argument("--parts", nargs="*", default=["random", "kill"])
+    parser.add_argument("--kills", type=int, default=2, help="failures, one after another")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--host-gib", type=float, default=128.0)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--num-blocks", type=int, help="in place of a quarter of the sessions' KV")

@@ -1,4 +1,4 @@
-"""Claims of the other pages with measured figures: api, bench, models, offline."""
+"""Claims of the other pages with measured figures: api, bench, configuration, kv-cache, models, offline."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -120,6 +120,27 @@ def configuration() -> Iterator[str]:
         f"{repeats[0]:.1f} and {repeats[1]:.1f} times the tokens per second of CPU time with 1 and 8 in flight, "
         f"{others[0]:.2f} and {others[1]:.2f} times for random prompts"
     )
+
+
+def kv_cache() -> Iterator[str]:
+    """docs/kv-cache.md: a rank that is killed, with the host tier and without."""
+    found = load("cpu-kv-kill")
+    options, servers = found["options"], found["servers"]
+    assert not found["hardware"]["gpus"] and found["clean_tree"]
+    assert (options["ranks"], options["kills"]) == ("2", "2")
+    yield (
+        f"Two ranks of a CPU, busy with other work, lost one of them by SIGKILL under {options['kill_sessions']} "
+        f"sessions of {int(options['kill_tokens']):,} tokens, two times with the tier and two times without"
+    )
+    for name, server in (("with `cache.host_memory_gib`", "host tier"), ("without", "without")):
+        kill = servers[server]["kill"]
+        pauses = kill["killed_rank"], kill["killed_rank_behind_rebuild"]
+        assert [it["streams"] for it in pauses] == [32, 32]
+        figures = pauses[0]["pause_p50_s"], pauses[0]["pause_p99_s"], pauses[1]["pause_p50_s"]
+        yield row(name, *(f"{seconds:.1f} s" for seconds in figures))
+        assert [event["equal_answers"] for event in kill["events"]] == ["32 of 32"] * 2
+    assert found["ratios"]["equal_answers"] == {"kill": "64 of 64"}
+    yield "All tokens are those of answers without a failure"
 
 
 def models() -> Iterator[str]:

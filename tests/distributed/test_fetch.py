@@ -33,9 +33,9 @@ from tests.family_cases import family_checkpoint
 from tests.kv_nodes import OVER_TCP, PATIENT, wait_for
 from workers.kv_transfer import nixl_fetcher
 from workers.kv_transfer.nixl_fetcher import NixlFetcher
-from workers.kv_transfer.nixl_memory import nixl_missing
+from workers.kv_transfer.nixl_memory import nixl_unavailable
 
-pytestmark = pytest.mark.skipif(nixl_missing() is not None, reason=str(nixl_missing()))
+pytestmark = pytest.mark.skipif(nixl_unavailable() is not None, reason=str(nixl_unavailable()))
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ import pytest
 from scripts.bench import namespaces
 from tests.family_cases import family_checkpoint
 from tests.kv_nodes import OVER_TCP, wait_for
-from workers.kv_transfer.nixl_memory import nixl_missing
+from workers.kv_transfer.nixl_memory import nixl_unavailable
 
-REASON = nixl_missing() or namespaces.unavailable()
+REASON = nixl_unavailable() or namespaces.unavailable()
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),

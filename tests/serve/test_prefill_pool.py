@@ -1,35 +1,71 @@
-"""A server with a prefill and a decode group: the answers of one group, while ranks of either side are killed."""
+"""A server with a prefill and a decode group: the answers of one group, while ranks die or roles change."""
 
 import itertools
+import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from cluster.commands.operate import OperationError
 from tests.serve.server import Server, running
+from tests.serve.test_operations import operate
 
 pytestmark = pytest.mark.exhaustive
-PROMPT, NEW = 600, 24
+PROMPT, NEW, LONG = 600, 24, 300
+WHOLE = {"X-data-parallel-rank": "1"}  # one rank computes prompt and answer
+SECTIONS: dict[str, Any] = {
+    "model": {"max_model_len": 2048},
+    "cache": {"num_blocks": 1024, "host_memory_gib": 0.1},
+    "pool": [{"role": "prefill", "ranks": 1}, {"role": "decode", "ranks": 1}],
+}
 
 
-def ask(server: Server, number: int, **headers: str) -> list[int]:
-    """The tokens of the answer to prompt `number`."""
-    body = {
+def body_of(number: int, max_tokens: int, salt: str = "") -> dict[str, Any]:
+    """A request with prompt `number`."""
+    return {
         "prompt": [(number * 31 + 7 * i * i) % 200 for i in range(PROMPT)],
-        "max_tokens": NEW,
+        "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
-        "cache_salt": headers.pop("salt", "") or None,
+        "cache_salt": salt or None,
     }
+
+
+def ask(server: Server, number: int, max_tokens: int = NEW, **headers: str) -> list[int]:
+    """The tokens of the answer to prompt `number`."""
+    body = body_of(number, max_tokens, headers.pop("salt", ""))
     answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     tokens: list[int] = choice["token_ids"]
-    assert len(tokens) == NEW
+    assert len(tokens) == max_tokens
     return tokens
+
+
+class Stream(threading.Thread):
+    """A client that reads the answer to prompt `number`; `tokens` grows, and `taken` is set by the second one."""
+
+    def __init__(self, server: Server, number: int):
+        super().__init__(daemon=True)
+        self.tokens: list[int] = []
+        self.taken = threading.Event()
+        self._url, self._body = f"{server.url}/v1/completions", body_of(number, LONG)
+        self.start()
+
+    def run(self) -> None:
+        body = self._body | {"stream": True}
+        with httpx.stream("POST", self._url, json=body, timeout=120) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                    self.tokens += choice["token_ids"]
+                if len(self.tokens) > 1:
+                    self.taken.set()
 
 
 def metric(server: Server, name: str) -> list[str]:
@@ -64,17 +100,17 @@ def until_serving(server: Server) -> None:
         time.sleep(0.1)
 
 
-def until_handed_over(server: Server) -> None:
+def until_handed_over(server: Server, first: int = 20, prefill_rank: int = 0) -> None:
     """Wait until the decode rank computes little of three prompts: the end of a prompt waits 2 s at most for its KV."""
-    deadline, numbers = time.monotonic() + 120, itertools.count(20)
+    deadline, numbers = time.monotonic() + 120, itertools.count(first)
     while True:
         before, before_places = computed(server), prompts_by_place(server)
         for _ in range(3):
             ask(server, next(numbers))
         assert prompts_by_place(server)["prefill"] == before_places.get("prefill", 0) + 3
-        prefill, decode = (now - then for now, then in zip(computed(server), before, strict=True))
-        if decode < PROMPT:
-            assert prefill >= 3 * PROMPT and restored(server)
+        spent = [now - then for now, then in zip(computed(server), before, strict=True)]
+        if spent[1 - prefill_rank] < PROMPT:
+            assert spent[prefill_rank] >= 3 * PROMPT and restored(server)
             return
         assert time.monotonic() < deadline, "the decode rank computes the prompts"
 
@@ -82,14 +118,9 @@ def until_handed_over(server: Server) -> None:
 def test_answers_do_not_depend_on_the_pool_or_on_deaths_in_it(
     tmp_path: Path, checkpoint: Path
 ) -> None:
-    sections = {
-        "model": {"max_model_len": 2048},
-        "cluster": {"ranks": 2, "device": "cpu"},
-        "cache": {"num_blocks": 1024, "host_memory_gib": 0.1},
-        "pool": [{"role": "prefill", "ranks": 1}, {"role": "decode", "ranks": 1}],
-    }
-    with running(tmp_path, checkpoint, **sections) as server:
-        whole = [ask(server, n, salt="whole", **{"X-data-parallel-rank": "1"}) for n in range(12)]
+    cluster = {"ranks": 2, "device": "cpu"}
+    with running(tmp_path, checkpoint, cluster=cluster, **SECTIONS) as server:
+        whole = [ask(server, n, salt="whole", **WHOLE) for n in range(12)]
         until_handed_over(server)
         assert [ask(server, n) for n in range(3)] == whole[:3]
 
@@ -109,4 +140,38 @@ def test_answers_do_not_depend_on_the_pool_or_on_deaths_in_it(
             until_serving(server)
         assert [found.get(n) for n in range(3, 9)] == whole[3:9], "or a stream hangs"
         assert [ask(server, n) for n in range(9, 12)] == whole[9:]
+        server.wait_free(60.0)
+
+
+def test_groups_exchange_their_roles_and_no_open_stream_differs(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    # The ranks are stopped for a moment, which is no hang.
+    cluster = {"ranks": 2, "device": "cpu", "hang_timeout_s": 120}
+    with running(tmp_path, checkpoint, cluster=cluster, **SECTIONS) as server:
+        until_handed_over(server)
+        ranks = server.ranks()
+        for prefill, decode in ((0, 1), (1, 0)):
+            numbers = range(4 * prefill, 4 * prefill + 4)
+            whole = [ask(server, n, LONG, salt="whole", **WHOLE) for n in numbers]
+            streams = [Stream(server, n) for n in numbers]
+            assert all(stream.taken.wait(120) for stream in streams)
+            for rank in ranks:
+                rank.suspend()  # the streams are open for as long as the roles change
+            try:
+                assert all(stream.is_alive() for stream in streams), "too quick to prove anything"
+                with pytest.raises(OperationError, match="no other group answers than"):
+                    operate(server, "role", role="prefill", group=f"phalanx-{decode}")
+                operate(server, "role", role="decode", group=f"phalanx-{prefill}")
+                operate(server, "role", role="prefill", group=f"phalanx-{decode}")
+            finally:
+                for rank in ranks:
+                    rank.resume()
+            for stream in streams:
+                stream.join(120)
+            assert [stream.tokens for stream in streams] == whole, "or a stream hangs"
+            groups = httpx.get(f"{server.url}/ready", timeout=60).json()["groups"]
+            assert groups[prefill]["role"] == "decode" and groups[decode]["role"] == "prefill"
+            assert [group["rebuilds"] for group in groups] == [0, 0]
+            until_handed_over(server, first=50 * (1 + decode), prefill_rank=decode)
         server.wait_free(60.0)

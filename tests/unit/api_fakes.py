@@ -17,6 +17,7 @@ from cluster.api.admission import AdmissionGate, KeyLimits
 from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
+from cluster.config.phalanx_config import Role
 from cluster.errors import BadRequestError, NotFoundError
 from cluster.metrics.snapshot import Snapshot
 from cluster.supervisor.status import GroupStatus
@@ -188,6 +189,9 @@ class FakeBackend:
 
     async def restart(self, settings: list[str], group: str | None = None) -> None:
         self.operations.append(("restart", settings, *filter(None, [group])))
+
+    async def switch_role(self, role: Role, group: str | None = None) -> None:
+        self.operations.append(("role", role, *filter(None, [group])))
 
     async def load_adapter(self, name: str, path: str) -> None:
         if name in self.adapters:

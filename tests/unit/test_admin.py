@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -16,9 +16,9 @@ from cluster.config.api_keys import KeyDigests
 from cluster.config.changes import RESTART, SCALE, ChangeRefusedError, changed_config
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
-from cluster.config.phalanx_config import json_schema
+from cluster.config.phalanx_config import Role, json_schema
 from cluster.errors import BadRequestError
-from cluster.supervisor import supervisor
+from cluster.supervisor import operations
 from tests.unit.api_fakes import Api, assert_error, tiny_checkpoint
 from tests.unit.client_scene import run, scene, use_fakes
 from tests.unit.ray_fakes import rank_config, until
@@ -28,8 +28,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "drain": {"timeout_s": 3},
     "scale": {"ranks": 4},
     "restart": {"set": ["scheduler.max_num_seqs=8"]},
+    "role": {"role": "decode"},
 }
-CALLS = {"drain": 3, "scale": 4, "restart": ["scheduler.max_num_seqs=8"]}
+CALLS = {"drain": 3, "scale": 4, "restart": ["scheduler.max_num_seqs=8"], "role": "decode"}
 
 
 OPERATOR = bearer(OPERATOR_KEY)
@@ -93,6 +94,8 @@ def test_with_keys_of_operators_alone_clients_need_none():
         ("drain", {"timeout_s": -1}, "timeout_s"),
         ("restart", {"set": "a=b"}, "set"),
         ("restart", {"sets": []}, "sets"),
+        ("role", {"role": "decoder"}, "role"),
+        ("role", {"group": "b"}, "role"),
     ],
 )
 def test_wrong_bodies(operation, body, param):
@@ -193,20 +196,16 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
         cluster = config.cluster.model_copy(update={"ranks": ranks})
         return config.model_copy(update={"cluster": cluster})
 
-    monkeypatch.setattr(supervisor, "changed_config", changed)
-    monkeypatch.setattr(supervisor, "num_gpus", lambda: 0)
+    monkeypatch.setattr(operations, "changed_config", changed)
     monkeypatch.setattr(
-        supervisor,
-        "resolve_rank_config",
-        lambda config, num_gpus: rank_config(config.cluster.ranks),
+        operations, "resolve_on_cluster", lambda config: rank_config(config.cluster.ranks)
     )
 
 
 @pytest.mark.usefixtures("faked")
-def test_the_supervisor_changes_its_groups():
+def test_the_supervisor_changes_its_groups(monkeypatch):
     async def scenario() -> None:
         async with scene() as now:
-            now.supervisor._device = "cpu"
             await now.client.scale(3)
             await until(lambda: now.client.num_ranks == 3)
             await now.client.scale(1)
@@ -221,8 +220,9 @@ def test_the_supervisor_changes_its_groups():
                 await now.client.scale(4)
             # Another ingress, or the same one after its end, comes with the configuration of the start.
             await now.supervisor.start(now.supervisor._config)
-            now.supervisor._device = "cuda"
-            with pytest.raises(BadRequestError, match="would run on cpu instead of cuda"):
+            on_gpus = rank_config(2, "cuda")
+            monkeypatch.setattr(operations, "resolve_on_cluster", lambda config: on_gpus)
+            with pytest.raises(BadRequestError, match="would run on cuda instead of cpu"):
                 await now.client.scale(2)
 
     run(scenario())
@@ -286,6 +286,10 @@ def test_the_commands(server, monkeypatch):
         nobody.exit_code == 1 and "no answer from http://127.0.0.1:9/admin/drain" in nobody.output
     )
     assert invoke(app, ["drain", "ftp://x"]).exit_code == 2
+    for role in get_args(Role):
+        assert invoke(app, ["role", role, url, "--group", "g"]).output == "done\n"
+        assert seen[-1] == ("/admin/role", "Bearer operator", {"role": role, "group": "g"})
+    assert invoke(app, ["role", "decoder", url]).exit_code == 2
 
 
 def test_keys_of_restart_exist(config):

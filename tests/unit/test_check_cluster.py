@@ -51,6 +51,20 @@ def test_equal_nodes_have_no_errors() -> None:
     assert errors([node(1), node(2), node(3, skew_s=0.2)]) == []
 
 
+def test_each_node_needs_nixl_in_the_version_of_the_extra() -> None:
+    nixl = ("cache.host_memory_gib=1", "cache.transfer=nixl")
+    fits, old = {"nixl-cu12": "1.5.1"}, {"nixl-cu12": "1.4.0"}
+    assert errors([node(number, facts=fits) for number in (1, 2, 3)], *nixl) == []
+    assert errors([node(1), node(2), node(3)]) == [], "it is needed for the setting alone"
+    found = errors([node(1, facts=fits), node(2, facts=old), node(3)], *nixl)
+    assert found[0].startswith("nixl-cu12 differs: 1.5.1 on node-1; 1.4.0 on node-2; none on")
+    install = "the extra nixl installs it: `pip install 'phalanx[nixl]'` there"
+    assert found[1:] == [
+        f"node-2: cache.transfer is nixl, but nixl-cu12 1.4.0 is installed, 1.5.1 is needed; {install}",
+        f"node-3: cache.transfer is nixl, but nixl-cu12 is not installed; {install}",
+    ]
+
+
 def test_every_difference_names_values_and_nodes() -> None:
     nodes = [
         node(1),

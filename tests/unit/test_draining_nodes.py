@@ -36,7 +36,7 @@ def test_ranks_move_to_a_node_with_room_after_their_successors_have_loaded() -> 
         now.launcher.make = lambda rank: rank.hang.add("prepare")
         moving = asyncio.create_task(now.group.leave_draining_nodes())
         await until(lambda: bool(now.launcher.standbys))
-        assert now.group.health == ("serving", 0, "")
+        assert now.group.health[:3] == ("serving", 0, "")
         (successor,) = now.launcher.standbys
         successor.hang.clear()
         moving.cancel()

@@ -22,7 +22,7 @@ CLAIMS: dict[str, tuple[Claims, ...]] = {
     "docs/configuration.md": (pages.configuration,),
     "docs/experiments.md": (experiments.claims,),
     "docs/experts.md": (constants.experts,),
-    "docs/kv-cache.md": (constants.kv_cache,),
+    "docs/kv-cache.md": (pages.kv_cache, constants.kv_cache),
     "docs/images.md": (constants.images,),
     "docs/models.md": (pages.models, constants.models),
     "docs/offline.md": (pages.offline, constants.offline),

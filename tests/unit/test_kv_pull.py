@@ -1,4 +1,4 @@
-"""What a fetch of KV needs of no other node: check values, limits, runs of units, the settings, the missing package."""
+"""What a fetch of KV needs of no other node: check values, limits, runs of units, the settings."""
 
 from pathlib import Path
 
@@ -9,12 +9,10 @@ import zmq
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from tests.checkpoints.writer import make_checkpoint
-from workers.kv_transfer import nixl_memory, row_checks
+from workers.kv_transfer import row_checks
 from workers.kv_transfer.contents import check_values
-from workers.kv_transfer.keeper import KeeperConfig
 from workers.kv_transfer.kv_pull import FetchLimits, _parts, _runs
 from workers.kv_transfer.kv_source import Held, SourceLink, SourceLostError, address_of, source_of
-from workers.kv_transfer.nixl_fetcher import NixlFetcher
 from workers.kv_transfer.nixl_memory import Run
 from workers.rank import kv_places
 from workers.wire.secure_socket import StreamAddress
@@ -56,13 +54,6 @@ def test_a_source_is_text() -> None:
         address_of("tcp://x")
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_memory, "PACKAGE", "no_such_package")
-    keeper = KeeperConfig("x", 0, (0, 0))
-    with pytest.raises(ValueError, match=r"cache.transfer is nixl, but .* `pip install nixl-cu12"):
-        NixlFetcher(keeper, "127.0.0.1", {})
-
-
 def test_ucx_takes_the_interface_of_the_address_without_infiniband(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -88,6 +79,7 @@ def test_roles_on_several_nodes_need_the_setting_and_the_setting_needs_memory(
     memory, nixl = "cache.host_memory_gib=1", "cache.transfer=nixl"
     assert load_config(path, [*nodes, memory, nixl]).cache.transfer == "nixl"
     assert load_config(path, []).cache.transfer == "off"
+    assert load_config(path, ["cache.transfer=off"]).cache.transfer == "off", "no boolean of YAML"
     with pytest.raises(ConfigError, match=r"cluster.nodes: 2, .* cache.transfer: nixl"):
         load_config(path, [*nodes, memory])
     with pytest.raises(ConfigError, match=r"cache.transfer: nixl needs cache.host_memory_gib"):

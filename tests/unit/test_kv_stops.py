@@ -181,7 +181,7 @@ class Process:
 def test_a_rank_that_has_paused_reads_all_answers_before_it_gives_a_fetch_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(nixl_fetcher, "nixl_missing", lambda: None)
+    monkeypatch.setattr(nixl_fetcher, "nixl_unavailable", lambda: None)
     monkeypatch.setattr(nixl_fetcher, "start_thread", lambda *_: threading.Thread())
     fetcher, process = NixlFetcher(keeper_config(2**16), "127.0.0.1", {}), Process()
     fetcher._process = process  # type: ignore[assignment]

@@ -19,9 +19,9 @@ from workers.kv_transfer.connector import Transfer
 from workers.kv_transfer.host_index import Place
 from workers.kv_transfer.kv_pull import FetchLimits
 from workers.kv_transfer.kv_source import Form, SourceLink
-from workers.kv_transfer.nixl_memory import nixl_missing
+from workers.kv_transfer.nixl_memory import nixl_unavailable
 
-pytestmark = pytest.mark.skipif(nixl_missing() is not None, reason=str(nixl_missing()))
+pytestmark = pytest.mark.skipif(nixl_unavailable() is not None, reason=str(nixl_unavailable()))
 ROOT = Path(__file__).parents[2]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.client import engine_client, router
 from cluster.errors import BadRequestError, EngineDeadError
-from cluster.supervisor import supervisor
+from cluster.supervisor import operations
 from tests.unit.client_scene import OfFakes, Scene, run, scene, second_ingress, use_fakes
 from tests.unit.numbered_router import Router
 from tests.unit.ray_fakes import rank_config, until
@@ -185,12 +185,13 @@ def test_an_operators_call_names_its_group(monkeypatch: pytest.MonkeyPatch) -> N
         cluster = config.cluster.model_copy(update={"ranks": ranks})
         return config.model_copy(update={"cluster": cluster})
 
-    monkeypatch.setattr(supervisor, "changed_config", changed)
-    monkeypatch.setattr(OfFakes, "_resolve", lambda self, config: rank_config(config.cluster.ranks))
+    monkeypatch.setattr(operations, "changed_config", changed)
+    monkeypatch.setattr(
+        operations, "resolve_on_cluster", lambda config: rank_config(config.cluster.ranks)
+    )
 
     async def scenario() -> None:
         async with scene() as now:
-            now.supervisor._device = "cpu"
             first, second = now.supervisor._pool.groups
             await now.client.scale(3, "b")
             assert (len(first.members.ranks), len(second.members.ranks)) == (2, 3)

@@ -7,7 +7,7 @@ import pytest
 from cluster.commands.check import check_groups
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
-from cluster.supervisor.group_spec import group_roles, group_sizes, group_specs
+from cluster.supervisor.group_spec import group_sizes, group_specs
 from tests.checkpoints.writer import make_checkpoint
 
 SPLIT = "pool=[{role: prefill, ranks: 1}, {role: decode, ranks: 3}]"
@@ -62,19 +62,19 @@ def test_ranks_divide_over_the_nodes_of_their_group(yaml_path: Path) -> None:
 def test_each_group_has_ranks_and_experts_of_its_own(yaml_path: Path) -> None:
     config = load_config(yaml_path, ["cluster.ranks=4", SPLIT, MEMORY])
     prefill, decode = group_specs(config, num_gpus=0)
-    assert (prefill.name, decode.name) == ("phalanx-prefill-0", "phalanx-decode-1")
+    assert (prefill.name, decode.name) == ("phalanx-0", "phalanx-1")
     assert (prefill.role, decode.role) == ("prefill", "decode")
     assert (prefill.ranks.num_ranks, decode.ranks.num_ranks) == (1, 3)
     assert prefill.ranks.threads == decode.ranks.threads, "the groups share the cores"
     assert decode.config.cluster.ranks == 3 and not decode.config.pool
-    assert (group_roles(config), group_sizes(config)) == (["prefill", "decode"], [1, 3])
+    assert group_sizes(config) == [1, 3]
 
 
 def test_without_a_pool_one_group_has_all_ranks(yaml_path: Path) -> None:
     config = load_config(yaml_path, ["cluster.ranks=2"])
     (spec,) = group_specs(config, num_gpus=0)
     assert (spec.name, spec.role, spec.config) == ("phalanx", "generate", config)
-    assert (group_roles(config), group_sizes(config)) == (["generate"], [2])
+    assert group_sizes(config) == [2]
     (report,) = check_groups(config, num_api_keys=1)
     assert report.group is None and len(report.ranks) == 2
 
@@ -82,7 +82,7 @@ def test_without_a_pool_one_group_has_all_ranks(yaml_path: Path) -> None:
 def test_the_report_has_a_part_for_each_group(yaml_path: Path) -> None:
     config = load_config(yaml_path, ["cluster.ranks=4", SPLIT, MEMORY])
     prefill, decode = check_groups(config, num_api_keys=1)
-    assert prefill.group == "phalanx-prefill-0 (prefill)"
-    assert decode.group == "phalanx-decode-1 (decode)"
+    assert prefill.group == "phalanx-0 (prefill)"
+    assert decode.group == "phalanx-1 (decode)"
     assert (len(prefill.ranks), len(decode.ranks)) == (1, 3)
     assert prefill.ranks[0].weight_bytes > decode.ranks[0].weight_bytes, "1 of 1, 1 of 3 experts"

@@ -42,7 +42,7 @@ class Scene:
         return self.launcher.ranks
 
     async def serving(self, epoch: int) -> None:
-        await until(lambda: self.group.health == ("serving", epoch, ""))
+        await until(lambda: self.group.health[:3] == ("serving", epoch, ""))
         await until(lambda: all(rank.calls["done"][-1:] == [(epoch,)] for rank in self.ranks))
 
     def kill(self, rank: int) -> None:
@@ -62,7 +62,7 @@ def test_a_dead_rank_gets_a_new_process_and_the_others_stay():
         seen = now.group.health
         now.kill(1)
         await now.group.changed(seen)
-        assert now.group.health == ("rebuilding", 1, "rank 1: its process died")
+        assert now.group.health[:3] == ("rebuilding", 1, "rank 1: its process died")
         await now.serving(1)
         assert now.launcher.replaced == [1] and now.launcher.killed == 0
         assert [a is b for a, b in zip(before, now.ranks, strict=True)] == [True, False, True]
@@ -193,7 +193,7 @@ def test_a_death_during_the_start_begins_another(method):
         rank = 0 if method == "host_rendezvous" else 1
         now.ranks[rank].fail = dict.fromkeys((method, "leave_epoch"), ActorDiedError())
         await now.group.changed(now.group.health)
-        state, epoch, error = now.group.health
+        state, epoch, error = now.group.health[:3]
         assert (state, epoch) == ("rebuilding", 1) and error.startswith("start failed at stage")
         assert error.endswith(f"rank {rank}: its process died")
         await now.serving(1)
@@ -244,7 +244,7 @@ def test_deaths_at_every_start_fail_the_group_with_the_rank():
         now.ranks[2].fail["run_stage"] = ActorDiedError()
         await now.task
         error = "start failed at stage 'weights': rank 2: its process died"
-        assert now.group.health == ("failed", 0, error) and now.launcher.killed == 1
+        assert now.group.health[:3] == ("failed", 0, error) and now.launcher.killed == 1
 
     run(scenario())
 
@@ -270,7 +270,7 @@ def test_failures_in_a_row_fail_the_group_with_their_reasons(attempts):
         now.ranks[0].fail["run_stage"] = ValueError("model.safetensors is gone")
         now.kill(1)
         await now.task
-        state, epoch, error = now.group.health
+        state, epoch, error = now.group.health[:3]
         assert (state, epoch, now.launcher.killed) == ("failed", attempts, 1)
         assert error.startswith("rank 1: its process died")
         failed = "rebuild failed at stage 'weights': model.safetensors is gone"
@@ -336,7 +336,7 @@ def test_a_draining_group_drains_in_its_next_epoch():
         await now.serving(0)
         now.group.drain()
         now.kill(1)
-        await until(lambda: now.group.health == ("draining", 1, ""))
+        await until(lambda: now.group.health[:3] == ("draining", 1, ""))
         await now.close()
 
     run(scenario())

@@ -58,17 +58,19 @@ def run(*arguments: str):
 
 
 def test_a_group_that_serves(server):
-    group = GroupStatus(state="serving", since=time.time() - 7300, vote_ages=[0.0, 0.25])
+    group = GroupStatus(
+        "phalanx-1", "decode", "serving", since=time.time() - 7300, vote_ages=[0.0, 0.25]
+    )
     group.slow, group.slowdowns = [1], [0.2, 4.56]
     server.says(200, status="ready", groups=[group.to_json()])
     result = run(server.url)
     assert result.exit_code == 0, result.output
     first, state, *rows = result.stdout.splitlines()
     assert first == f"ready  {server.url}"
-    assert state.split()[:4] == ["group", "0", "serving", "since"] and state.rstrip().endswith(
-        "(2 h)"
-    )
+    assert state.split()[:4] == ["group", "phalanx-1", "serving", "since"]
+    assert state.rstrip().endswith("(2 h)")
     assert [row.rstrip().split(None, 2) for row in rows] == [
+        ["role", "decode"],
         ["epoch", "0,", "0 rebuilds"],
         ["vote", "ages", "0.0 s, 0.2 s"],
         ["slow", "rank", "1: 4.6 times as long as the others"],

@@ -262,7 +262,8 @@ def test_a_restarted_supervisor_finds_the_ranks_and_the_leases():
 
 def test_a_restarted_supervisor_goes_on_with_the_settings_of_its_changes(monkeypatch):
     changed = phalanx_config(3)
-    monkeypatch.setattr(OfFakes, "_resolve", lambda self, config: rank_config(config.cluster.ranks))
+    resolved = lambda config: rank_config(config.cluster.ranks)  # noqa: E731
+    monkeypatch.setattr(supervisor, "resolve_on_cluster", resolved)
 
     async def scenario() -> None:
         first = await serving()
@@ -283,11 +284,11 @@ def test_a_restarted_supervisor_goes_on_with_the_settings_of_its_changes(monkeyp
 def test_a_restarted_supervisor_rebuilds_a_group_that_does_not_serve():
     async def scenario() -> None:
         first = await serving()
-        first._pool.groups[0]._attempts.limit = 1
+        first._pool.groups[0].attempts.limit = 1
         first.launcher.handles[1].dead = True
         await first.fake_ranks[0].leave_epoch(4)
         subject = OfFakes(phalanx_config())
-        subject._pool.groups[0]._attempts.limit = 1
+        subject._pool.groups[0].attempts.limit = 1
         adopt(subject, first.launcher)
         await subject.recover(PoolState())
         reason = "the supervisor was restarted, and rank 0, 1 did not serve"

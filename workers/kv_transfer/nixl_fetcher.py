@@ -24,7 +24,7 @@ from workers.kv_transfer.keeper import KeeperConfig, bound_waits
 from workers.kv_transfer.keeper_client import ROOT
 from workers.kv_transfer.kv_pull import Fetched, FetchJob, FetchLimits
 from workers.kv_transfer.kv_source import Form
-from workers.kv_transfer.nixl_memory import nixl_missing
+from workers.kv_transfer.nixl_memory import nixl_unavailable
 from workers.kv_transfer.nixl_process import NixlConfig
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class NixlFetcher(KVFetcher):
     environment  for the process, below what this process has
     wait_ready   waits until there is a source
 
-    Raises ValueError where NIXL is not installed.
+    Raises ValueError where NIXL is not installed, or another version of it.
     """
 
     place = "nixl"
@@ -85,8 +85,10 @@ class NixlFetcher(KVFetcher):
         limits: FetchLimits | None = None,
     ):
         super().__init__()
-        if (missing := nixl_missing()) is not None:
-            raise ValueError(f"cache.transfer is nixl, but {missing}, or set cache.transfer: off")
+        if (unfit := nixl_unavailable()) is not None:
+            raise ValueError(
+                f"cache.transfer is nixl, but {unfit} on every node, or set cache.transfer: off"
+            )
         self._limits = limits or FetchLimits()
         self._config = NixlConfig(keeper, address, self._limits)
         self._environment = environment

@@ -4,14 +4,14 @@ UCX carries the bytes, over TCP or over InfiniBand. Nothing but the end of the p
 itself, so all this belongs into a process of its own. Knows nothing of contents.
 """
 
-import importlib.util
 import threading
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import numpy as np
 
-PACKAGE = "nixl_cu12"
+DISTRIBUTION, VERSION = "nixl-cu12", "1.5.1"  # of the extra `nixl`
 
 
 class ReadFailedError(ConnectionError):
@@ -39,11 +39,25 @@ class Run(NamedTuple):
     length: int
 
 
-def nixl_missing() -> str | None:
-    """Return what to do where NIXL is not installed; None where it is."""
-    if importlib.util.find_spec(PACKAGE) is not None:
+def installed_nixl() -> str | None:
+    """Return the version of NIXL that is installed; None where there is none."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
         return None
-    return f"the package {PACKAGE} is missing; run `pip install nixl-cu12==1.5.1` on every node"
+
+
+def nixl_unfit(found: str | None) -> str | None:
+    """Return why NIXL cannot be used where version `found` is installed, and what to do; None where it can."""
+    if found == VERSION:
+        return None
+    state = "is not installed" if found is None else f"{found} is installed, {VERSION} is needed"
+    return f"{DISTRIBUTION} {state}; the extra nixl installs it: `pip install 'phalanx[nixl]'`"
+
+
+def nixl_unavailable() -> str | None:
+    """Return why this machine cannot use NIXL, and what to do; None where it can."""
+    return nixl_unfit(installed_nixl())
 
 
 class NixlMemory:

@@ -21,7 +21,7 @@ OWN_PACKAGES = ("cluster", "workers", "kernels")
 OPTIONAL = (
     *("triton", "flashinfer-python", "flashinfer-jit-cache", "sgl-deep-gemm", "deep-gemm"),
     *("sgl-deep-ep", "deep-ep", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
-    *("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13"),
+    *("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13", "nixl-cu12"),
 )
 RDMA_DEVICES = Path("/sys/class/infiniband")
 SMI_TIMEOUT_S = 30.0

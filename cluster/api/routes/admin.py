@@ -1,6 +1,6 @@
-"""Routes of operators: POST /admin/drain, /admin/scale and /admin/restart. Each answers when the change is made.
+"""Routes of operators: POST /admin/drain, /admin/scale, /admin/restart and /admin/role.
 
-They need a key of operators, and are off where the server has none.
+Each answers when the change is made. They need a key of operators, and are off where the server has none.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from cluster.api.request.json_body import parse_json_object
 from cluster.api.request.protocol import as_bad_request
 from cluster.api.request.uploads import Uploads
 from cluster.api.settings import ApiSettings
+from cluster.config.phalanx_config import Role
 
 
 class OperatorRequest(BaseModel):
@@ -43,6 +44,12 @@ class RestartRequest(OperatorRequest):
     """POST /admin/restart. `set`: settings as in `phalanx serve --set`."""
 
     set: list[str] = Field(default_factory=list)
+
+
+class RoleRequest(OperatorRequest):
+    """POST /admin/role."""
+
+    role: Role
 
 
 T = TypeVar("T", bound=BaseModel)
@@ -90,6 +97,13 @@ def add_admin_routes(
         wanted = await bodies.parse(request, RestartRequest)
         await backend_provider().restart(wanted.set, wanted.group)
         return _done({"status": "done"})
+
+    @app.post("/admin/role", include_in_schema=False)
+    async def role(request: Request) -> Response:
+        """Let a group have another part of requests."""
+        wanted = await bodies.parse(request, RoleRequest)
+        await backend_provider().switch_role(wanted.role, wanted.group)
+        return _done({"status": "done", "role": wanted.role})
 
 
 def _done(content: dict[str, Any]) -> Response:
