@@ -30,7 +30,7 @@ SPARE_S = 0.2
 # Variables that vendors' libraries read; they reach the ranks on every node, as in a process without Ray.
 FORWARDED_ENVIRONMENT = (
     *("NCCL_", "NVSHMEM_", "TORCH_", "GLOO_", "OMP_", "MKL_", "CUDA_", "HF_"),
-    *("TRITON_", "FLASHINFER_", "DG_", "EP_", "XDG_CACHE_HOME"),
+    *("TRITON_", "FLASHINFER_", "DG_", "EP_", "UCX_", "NIXL_", "XDG_CACHE_HOME"),
 )
 # Ray sets the devices of each actor. Ray writes variables to logs that all users read: a token travels in
 # `RankActor.fetch_checkpoint`.
