@@ -14,6 +14,10 @@ import numpy as np
 PACKAGE = "nixl_cu12"
 
 
+class NixlStartError(ConnectionError):
+    """NIXL cannot use this host's network, as while the cable of its interface is out."""
+
+
 class ReadFailedError(ConnectionError):
     """A read has failed or was not begun. Bytes may still arrive."""
 
@@ -47,7 +51,7 @@ def nixl_missing() -> str | None:
 
 
 class NixlMemory:
-    """`memory`, registered under a unique `name`. Threads may read at once."""
+    """`memory`, registered under a unique `name`. Threads may read at once. Raises NixlStartError."""
 
     def __init__(self, name: str, memory: memoryview):
         from nixl_cu12._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
@@ -58,7 +62,10 @@ class NixlMemory:
             backends=["UCX"],
             sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
-        self._agent: Any = nixl_agent(name, config)
+        try:
+            self._agent: Any = nixl_agent(name, config)
+        except Exception as error:  # of NIXL's own classes, which derive from Exception
+            raise NixlStartError(f"NIXL does not start on this host: {error!r}") from error
         bytes_N = np.frombuffer(memory, dtype=np.uint8)
         base = bytes_N.ctypes.data
         place = [(base, len(bytes_N), 0, "")]
