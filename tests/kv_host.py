@@ -1,43 +1,25 @@
 """An engine of one rank on a host of its own, which a test drives by lines of JSON. argv: checkpoint, address, folder.
 
-A read of KV from another node waits in the middle: once the source has answered, for a file `go` in the folder, where
-there is a file `hold`.
+A read of KV from another node waits in the middle where the test wants it, see held_reads.
 """
 
 import json
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.distributed.test_hand_over import Side
 from workers.kv_transfer import nixl_fetcher
-from workers.kv_transfer.nixl_memory import NixlMemory
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 
 PROGRAM = (
-    "import sys; sys.path.insert(0, {{root!r}}); from tests.kv_host import hold_reads; "
+    "import sys; sys.path.insert(0, {{root!r}}); from tests.held_reads import hold_reads; "
     "hold_reads({folder!r}); from workers.kv_transfer.nixl_process import main; main({{fd}})"
 )
-
-
-def hold_reads(folder: str) -> None:
-    """Let the reads of this process wait where the test wants it."""
-    begin, place = NixlMemory.begin_read, Path(folder)
-
-    def waits(self: NixlMemory, *arguments: Any) -> Any:
-        if (place / "hold").exists():
-            (place / "held").touch()
-            while not (place / "go").exists():
-                time.sleep(0.01)
-        return begin(self, *arguments)
-
-    NixlMemory.begin_read = waits  # type: ignore[method-assign]
 
 
 def main(checkpoint: str, address: str, folder: str) -> None:

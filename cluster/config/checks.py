@@ -66,7 +66,7 @@ def _check_cluster(config: PhalanxConfig) -> Iterator[Problem]:
             f"{nodes} nodes for {ranks} rank(s); expected at most one node a rank (cluster.ranks)",
             involves,
         )
-    elif ranks % nodes:
+    elif ranks % nodes and not config.pool:
         yield Problem(
             "cluster.nodes",
             f"{ranks} ranks (cluster.ranks) do not divide evenly over {nodes} nodes",

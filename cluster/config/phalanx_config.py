@@ -18,7 +18,6 @@ from workers.config import (
     SchedulerConfig,
 )
 from workers.lora_config import LoraConfig
-from workers.parallel import ParallelDims
 from workers.section import Auto, PositiveInt, Section
 from workers.speculation_config import SpeculationConfig
 
@@ -35,7 +34,10 @@ class ClusterConfig(Section):
         1, ge=1, le=MAX_RANKS, description="Data-parallel ranks; the experts are spread over them."
     )
     nodes: int = Field(
-        1, ge=1, le=MAX_RANKS, description="Machines; the ranks divide evenly over them."
+        1,
+        ge=1,
+        le=MAX_RANKS,
+        description="Machines; without a pool, the ranks divide evenly over them.",
     )
     network: str | None = Field(
         None,
@@ -107,9 +109,9 @@ class ClusterConfig(Section):
     )
 
     @property
-    def dims(self) -> ParallelDims:
-        """The layout of the ranks; valid when the checks of the configuration have passed."""
-        return ParallelDims(num_ranks=self.ranks, num_nodes=self.nodes)
+    def ranks_per_node(self) -> int:
+        """Ranks of each node; their mean, rounded up, where the groups of a pool differ."""
+        return -(-self.ranks // self.nodes)
 
 
 Role = Literal["generate", "prefill", "decode"]

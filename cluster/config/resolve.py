@@ -208,7 +208,7 @@ def resolve_threads(config: PhalanxConfig) -> int:
     """
     if config.cluster.threads_per_rank != "auto":
         return config.cluster.threads_per_rank
-    per_node = config.cluster.dims.ranks_per_node
+    per_node = config.cluster.ranks_per_node
     return min(MAX_THREADS_PER_RANK, max(1, (available_cores() - 1) // per_node))
 
 
@@ -221,7 +221,7 @@ def check_num_ranks(config: PhalanxConfig) -> None:
     """Raise ConfigError if the ranks' processes take more memory than this machine has, before they load a model."""
     if config.cluster.ray_address is not None:
         return
-    per_node = config.cluster.dims.ranks_per_node
+    per_node = config.cluster.ranks_per_node
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if per_node * RANK_PROCESS_BYTES > memory:
         message = (

@@ -77,7 +77,7 @@ def _too_large(cell: Cell, workload: StepWorkload, config: dict[str, Any]) -> li
 def _missing_gpus(cell: Cell) -> list[Problem]:
     import torch
 
-    needed, found = cell.config.cluster.dims.ranks_per_node, torch.cuda.device_count()
+    needed, found = cell.config.cluster.ranks_per_node, torch.cuda.device_count()
     if found >= needed:
         return []
     text = f"needs {needed} GPU(s), this machine has {found}"

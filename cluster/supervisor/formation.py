@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PROGRESS_TIMEOUT_S = 0.5
+MOST_PAUSE_S = 120.0
+"""Longest pause of TCP before it sends again. Pauses double, so one lasts up to as long as the network was out."""
 
 
 class Formation:
@@ -123,8 +125,9 @@ class Formation:
         cut |= await roster.cut_off(dead - hung)
         failed = dead - cut
         if not roster.may_shrink:
-            await roster.wait_for_nodes(dead, self.start_timeout_s)
-            back = await asyncio.gather(*map(self.leave, cut))
+            out_s = self._leave_timeout_s + await roster.wait_for_nodes(dead, self.start_timeout_s)
+            late_s = min(out_s, MOST_PAUSE_S)
+            back = await asyncio.gather(*(self.leave(rank, late_s=late_s) for rank in cut))
             dead -= {rank for rank, has_left in zip(cut, back, strict=True) if has_left}
         await roster.renew([rank not in dead for rank in ranks], target, anew=anew)
         joined = [before[rank] for rank in called]
@@ -154,17 +157,21 @@ class Formation:
         self.balance.begin(self._roster.ranks, self._status.epoch, self._roster.config)
         return ""
 
-    async def leave(self, rank: int) -> bool:
-        """Let a rank leave its epoch before the present one; return whether it has left in time."""
+    async def leave(self, rank: int, *, late_s: float = 0.0) -> bool:
+        """Let a rank leave its epoch before the present one; return whether it has left in time.
+
+        late_s   by which the call may arrive late
+        """
+        limit_s = self._leave_timeout_s + late_s
         call = self._roster.ranks[rank].leave_epoch.remote(self._status.epoch)
         try:
-            async with asyncio.timeout(self._leave_timeout_s):
+            async with asyncio.timeout(limit_s):
                 await call
         except TimeoutError:
             logger.warning(
-                "rank %d did not leave its epoch within %g s (cluster.hang_timeout_s); it gets a new process",
+                "rank %d did not leave its epoch within %.3g s (cluster.hang_timeout_s); it gets a new process",
                 rank,
-                self._leave_timeout_s,
+                limit_s,
             )
             return False
         except Exception as error:

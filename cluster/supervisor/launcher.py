@@ -6,6 +6,7 @@ Knows nothing of what ranks do.
 import asyncio
 import os
 import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ SPARE_S = 0.2
 # Variables that vendors' libraries read; they reach the ranks on every node, as in a process without Ray.
 FORWARDED_ENVIRONMENT = (
     *("NCCL_", "NVSHMEM_", "TORCH_", "GLOO_", "OMP_", "MKL_", "CUDA_", "HF_"),
-    *("TRITON_", "FLASHINFER_", "DG_", "EP_", "XDG_CACHE_HOME"),
+    *("TRITON_", "FLASHINFER_", "DG_", "EP_", "UCX_", "NIXL_", "XDG_CACHE_HOME"),
 )
 # Ray sets the devices of each actor. Ray writes variables to logs that all users read: a token travels in
 # `RankActor.fetch_checkpoint`.
@@ -96,12 +97,23 @@ class RankLauncher:
 
     name: unique among the groups of the Ray cluster, also among those that have ended.
     joined: whether Ray is a running cluster that `phalanx serve` joined; otherwise it is local and has no other nodes.
+    after: launchers of the groups that get their places before this one
+    placed: set when the group has its places, or will not get them
     """
 
-    def __init__(self, config: RankConfig, *, name: str, joined: bool):
+    def __init__(
+        self,
+        config: RankConfig,
+        *,
+        name: str,
+        joined: bool,
+        after: Sequence["RankLauncher"] = (),
+    ):
+        self.placed = asyncio.Event()
         self._config = config
         self._name = name
         self._joined = joined
+        self._after = list(after)
         self._placement_group: PlacementGroup | None = None
         self._environment: dict[str, str] = {}
         self._bundles: dict[RankHandle, int] = {}
@@ -114,16 +126,23 @@ class RankLauncher:
     async def launch(self, timeout_s: float) -> list[RankHandle]:
         """Create one actor per rank, in rank order. Raises PlacementError when the cluster has no room for them."""
         config = self._config
-        if not self._joined:
-            placement.check_gpus(config, placement.nodes())
-        group = self._placement_group or placement.create(config, self._name)
-        self._placement_group = group
-        wait_s = min(timeout_s, MAX_PLACEMENT_S)
-        await asyncio.to_thread(placement.wait_ready, config, group, wait_s)
+        for other in self._after:
+            await other.placed.wait()
+        try:
+            await self._reserve(min(timeout_s, MAX_PLACEMENT_S))
+        finally:
+            self.placed.set()
         self._environment = self._rank_environment()
         return [
             await self.start(rank, config, config.dims.node(rank)) for rank in config.dims.ranks()
         ]
+
+    async def _reserve(self, wait_s: float) -> None:
+        if not self._joined:
+            placement.check_gpus(self._config, placement.nodes())
+        group = self._placement_group or placement.create(self._config, self._name)
+        self._placement_group = group
+        await asyncio.to_thread(placement.wait_ready, self._config, group, wait_s)
 
     def find(self) -> list[RankHandle]:
         """The living actors that an earlier process of this supervisor created, in any order.
@@ -139,6 +158,8 @@ class RankLauncher:
             if actor["namespace"] == NAMESPACE and actor["name"].startswith(self._actor_prefix):
                 with suppress(ValueError):  # it has died since
                     self._take(actor["name"], ray.get_actor(actor["name"], NAMESPACE))
+        if self._bundles:
+            self.placed.set()
         return list(self._bundles)
 
     def _take(self, name: str, handle: RankHandle) -> None:
@@ -325,6 +346,7 @@ class RankLauncher:
 
     def kill(self) -> None:
         """End the processes and give back their resources. Does nothing the second time."""
+        self.placed.set()
         for handle in self._bundles:
             ray.kill(handle)
         groups = {*self._beside.values(), *self._moved.values(), *self._places.values()}
@@ -358,3 +380,16 @@ def _forwarded_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name.startswith(FORWARDED_ENVIRONMENT) and name not in NOT_FORWARDED
     }
+
+
+def rank_launchers(groups: Mapping[str, RankConfig], *, joined: bool) -> list[RankLauncher]:
+    """The launchers of the groups of a server, by the names of their launchers, in this order.
+
+    Groups with more ranks on a node get their places first: a small group may fit on nodes that a large one needs.
+    """
+    made: dict[str, RankLauncher] = {}
+    for name, config in sorted(
+        groups.items(), key=lambda it: it[1].dims.ranks_per_node, reverse=True
+    ):
+        made[name] = RankLauncher(config, name=name, joined=joined, after=list(made.values()))
+    return [made[name] for name in groups]

@@ -46,18 +46,18 @@ async def wait_for_capacity(launcher: Launcher, num_nodes: int) -> None:
 
 async def wait_for_nodes(
     launcher: Launcher, ranks: Mapping[int, Collection[int]], limit_s: float
-) -> None:
-    """Return when the nodes of all bundles can be reached, or Ray has found other nodes for the bundles.
+) -> float:
+    """Wait until the nodes of all bundles can be reached, or Ray has found other nodes for them; return the seconds.
 
     Raises NodeLostError after `limit_s` seconds.
 
     ranks   by bundle
     """
-    deadline, warned = time.monotonic() + limit_s, False
+    began, warned = time.monotonic(), False
     while lost := await silent(launcher, ranks):
         numbers = sorted(rank for bundle in lost for rank in ranks[bundle])
         names = f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-        if time.monotonic() > deadline:
+        if time.monotonic() > began + limit_s:
             raise NodeLostError(
                 f"the node of {names} did not answer for {limit_s:g} s (cluster.start_timeout_s), and no other node "
                 "has room; start it again, or allow fewer ranks (cluster.shrink)"
@@ -66,3 +66,4 @@ async def wait_for_nodes(
             logger.warning("the node of %s does not answer; waiting %g s for it", names, limit_s)
             warned = True
         await asyncio.sleep(POLL_S)
+    return time.monotonic() - began

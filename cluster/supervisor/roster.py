@@ -237,12 +237,12 @@ class Roster:
         )
         return {rank for rank in ranks if self._members[rank].bundle in silent}
 
-    async def wait_for_nodes(self, ranks: Collection[int], limit_s: float) -> None:
+    async def wait_for_nodes(self, ranks: Collection[int], limit_s: float) -> float:
         """See lost_nodes."""
         of_bundle: dict[int, list[int]] = {}
         for rank in ranks:
             of_bundle.setdefault(self._members[rank].bundle, []).append(rank)
-        await lost_nodes.wait_for_nodes(self._launcher, of_bundle, limit_s)
+        return await lost_nodes.wait_for_nodes(self._launcher, of_bundle, limit_s)
 
     def kill(self) -> None:
         """End all processes."""

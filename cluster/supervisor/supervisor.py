@@ -16,7 +16,7 @@ from cluster.metrics.snapshot import Snapshot, SnapshotTotals
 from cluster.supervisor.adapters import ServerAdapters
 from cluster.supervisor.group import Group
 from cluster.supervisor.group_spec import GroupSpec, group_specs
-from cluster.supervisor.launcher import RankLauncher
+from cluster.supervisor.launcher import RankLauncher, rank_launchers
 from cluster.supervisor.leases import LEASE_S, Leases
 from cluster.supervisor.operations import Operations, resolve_on_cluster
 from cluster.supervisor.placement import num_gpus
@@ -78,14 +78,20 @@ class Supervisor:
             hub.fetch_description(config.model.path, config.model.revision)
         # This actor holds no GPU and so sees none: Ray counts the GPUs of the cluster.
         specs = group_specs(config, num_gpus=num_gpus())
-        return [self._create_group(config, spec) for spec in specs]
-
-    def _create_group(self, config: PhalanxConfig, spec: GroupSpec) -> Group:
-        cluster = config.cluster
         actor_id = ray.get_runtime_context().get_actor_id()  # of all processes of this supervisor
-        launcher = RankLauncher(
-            spec.ranks, name=f"{spec.name}:{actor_id}", joined=cluster.ray_address is not None
+        launchers = rank_launchers(
+            {f"{spec.name}:{actor_id}": spec.ranks for spec in specs},
+            joined=config.cluster.ray_address is not None,
         )
+        return [
+            self._create_group(config, spec, launcher)
+            for spec, launcher in zip(specs, launchers, strict=True)
+        ]
+
+    def _create_group(
+        self, config: PhalanxConfig, spec: GroupSpec, launcher: RankLauncher
+    ) -> Group:
+        cluster = config.cluster
         return Group(
             spec,
             launcher,

@@ -1,8 +1,8 @@
 """Several hosts on one Linux machine: network namespaces joined by a bridge.
 
-Each host has its own network, mounts, processes and host name, its own /tmp, /run, /dev/shm and home, and an sshd
-that takes the bed's key. The repository and Python's folders are those of the machine. All namespaces belong to one
-process: when it ends, the kernel ends every process, mount and interface of the bed.
+Each host has its own network, mounts, processes and host name, its own /tmp, /run, /sys, /dev/shm and home, and, on a
+bed with ssh, an sshd that takes the bed's key. The repository and Python's folders are those of the machine. All
+namespaces belong to one process: when it ends, the kernel ends every process, mount and interface of the bed.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,19 +20,9 @@ from typing import IO, Any
 ROOT = Path(__file__).parents[2]
 HOME = Path.home()
 NETWORK, NETWORK6 = "10.77.7", "fd77:7:"
-PROGRAMS = (
-    "unshare",
-    "nsenter",
-    "ip",
-    "mount",
-    "sshd",
-    "ssh",
-    "ssh-keygen",
-    "rsync",
-    "ss",
-    "ps",
-    "pkill",
-)
+PROGRAMS = ("unshare", "nsenter", "ip", "mount", "ss", "ps", "pkill")
+LAUNCHER_PROGRAMS = ("sshd", "ssh", "ssh-keygen", "rsync")
+"""What `ray up` needs on a bed with sshd."""
 SEARCHED = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
 START_S = 30.0
 
@@ -64,13 +54,14 @@ done
 for hidden in /tmp "$HOME"; do mount --rbind "/mnt/own$hidden" "$hidden"; done
 chmod 1777 /tmp
 for own in /dev/shm /run; do mount -t tmpfs tmpfs "$own"; done
+mount -t sysfs sysfs /sys
 mkdir /run/sshd
 mount --bind "$folder/hosts" /etc/hosts
 hostname "$name"
 ip link set dev lo up
 echo ready
 read -r linked
-/usr/sbin/sshd -f "$folder/sshd_config" -E "$folder/sshd.log"
+if test -e "$folder/sshd_config"; then /usr/sbin/sshd -f "$folder/sshd_config" -E "$folder/sshd.log"; fi
 echo ready
 sleep infinity & wait
 """
@@ -88,11 +79,12 @@ SetEnv {environment}
 
 
 @functools.cache
-def unavailable() -> str | None:
-    """Return the reason why there can be no bed on this machine; None if there can."""
+def unavailable(*, ssh: bool = False) -> str | None:
+    """Return the reason why there can be no bed on this machine; None if there can. `ssh`: a bed with ssh."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "hosts need Linux and root"
-    missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
+    programs = PROGRAMS + (LAUNCHER_PROGRAMS if ssh else ())
+    missing = [name for name in programs if shutil.which(name, path=SEARCHED) is None]
     if missing:
         return f"hosts need {', '.join(missing)} (Debian: openssh-server, rsync, iproute2)"
     script = "mount --make-rprivate / && ip link add name b type bridge && ip link add name p0 type veth peer name p1"
@@ -163,17 +155,28 @@ class Host:
 
 
 class Bed:
-    """The hosts `host1` to `hostN` of a folder, joined by a bridge."""
+    """The hosts `host1` to `hostN` of a folder, joined by a bridge.
 
-    def __init__(self, folder: Path, num_hosts: int, environment: Mapping[str, str]):
+    ssh_environment  variables of commands that come over ssh; None: the hosts have no sshd
+    visible          folders of the machine that the hosts see beside the repository and Python's
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        num_hosts: int,
+        ssh_environment: Mapping[str, str] | None = None,
+        visible: Sequence[Path] = (),
+    ):
         self.folder = folder
         self.key = folder / "key"
-        self._environment = environment
+        self._ssh_environment = ssh_environment
+        self._visible = (folder, ROOT, Path(sys.prefix), Path(sys.base_prefix), *visible)
         self._held: list[subprocess.Popen[str]] = []
         self.hosts: list[Host] = []
-        subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.key)], check=True
-        )
+        if ssh_environment is not None:
+            generate = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.key)]
+            subprocess.run(generate, check=True)
         self._switch = self._hold(_unshare(), SWITCH)
         try:
             for number in range(1, num_hosts + 1):
@@ -214,15 +217,10 @@ class Bed:
         folder = self.folder / name
         folder.mkdir()
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
-        variables = " ".join(f'"{key}={value}"' for key, value in self._environment.items())
-        for part in ("key", "key.pub"):
-            shutil.copy(self.folder / part, folder / part)
-        (folder / "sshd_config").write_text(
-            SSHD.format(address=address, folder=folder, environment=variables)
-        )
-        visible = (self.folder, ROOT, Path(sys.prefix), Path(sys.base_prefix))
+        if self._ssh_environment is not None:
+            self._write_sshd_config(folder, address, self._ssh_environment)
         enter = ["nsenter", "--target", str(self._switch), "--pid", "--mount"]
-        pid = self._hold([*enter, *_unshare()], HOST, name, folder, *visible)
+        pid = self._hold([*enter, *_unshare()], HOST, name, folder, *self._visible)
         self._ip("link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", pid)
         self._ip("link", "set", "dev", name, "master", "switch", "up")
         host = Host(name, address, address6, folder, pid)
@@ -240,6 +238,16 @@ class Bed:
         holder.stdin.flush()
         _expect_ready(holder)
         return host
+
+    def _write_sshd_config(
+        self, folder: Path, address: str, environment: Mapping[str, str]
+    ) -> None:
+        variables = " ".join(f'"{key}={value}"' for key, value in environment.items())
+        for part in ("key", "key.pub"):
+            shutil.copy(self.folder / part, folder / part)
+        (folder / "sshd_config").write_text(
+            SSHD.format(address=address, folder=folder, environment=variables)
+        )
 
     def _ip(self, *arguments: object) -> None:
         enter = ["nsenter", "--target", str(self._switch), "--net"]
@@ -261,9 +269,14 @@ class Bed:
 
 
 @contextlib.contextmanager
-def bed(folder: Path, num_hosts: int, environment: Mapping[str, str]) -> Iterator[Bed]:
-    """Yield a bed; afterwards nothing of it is left but the files of `folder`."""
-    made = Bed(folder, num_hosts, environment)
+def bed(
+    folder: Path,
+    num_hosts: int,
+    ssh_environment: Mapping[str, str] | None = None,
+    visible: Sequence[Path] = (),
+) -> Iterator[Bed]:
+    """Yield a bed, see Bed; afterwards nothing of it is left but the files of `folder`."""
+    made = Bed(folder, num_hosts, ssh_environment, visible)
     try:
         yield made
     finally:

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +66,13 @@ def launcher_file(bed: Bed) -> Path:
 class Server:
     """`phalanx serve` on a host."""
 
-    def __init__(self, host: Host, *overrides: str):
+    def __init__(self, host: Host, *overrides: str, environment: Mapping[str, str] = TOKEN):
         self.host = host
         self._log = host.folder / "serve.log"
         settings = [word for override in overrides for word in ("--set", override)]
         command = [BIN / "python", "-m", "cluster.cli", "serve", *settings]
         with self._log.open("w") as output:
-            self.process = host.start(*command, output=output, environment=TOKEN)
+            self.process = host.start(*command, output=output, environment=environment)
 
     @property
     def log(self) -> str:
@@ -92,26 +92,33 @@ class Server:
             self.host.run("pkill", "-TERM", "-f", "cluster.cli serve")
             self.process.wait(60)
 
-    def group(self) -> dict[str, Any]:
-        """The state of the ranks, as `phalanx status` shows it."""
+    def groups(self) -> list[dict[str, Any]]:
+        """The state of each group, as `phalanx status` shows it."""
         answer = phalanx(self.host, "status", "--json").stdout
-        return json.loads(answer[answer.index("{") :])["groups"][0]
+        found: list[dict[str, Any]] = json.loads(answer[answer.index("{") :])["groups"]
+        return found
 
-    def stream(self, num_tokens: int, timeout: float) -> "Stream":
+    def group(self) -> dict[str, Any]:
+        """The state of the only group."""
+        (found,) = self.groups()
+        return found
+
+    def stream(self, num_tokens: int, timeout: float, **fields: object) -> "Stream":
         """Start a client that streams `num_tokens` tokens."""
-        return Stream(self.host, num_tokens, timeout)
+        return Stream(self.host, num_tokens, timeout, **fields)
 
 
 class Stream:
-    """A client on a host that streams one completion."""
+    """A client on a host that streams one completion. `fields`: of its body, such as the prompt."""
 
     _number = 0
 
-    def __init__(self, host: Host, num_tokens: int, timeout: float):
+    def __init__(self, host: Host, num_tokens: int, timeout: float, **fields: object):
         Stream._number += 1
         self._host, self._name = host, f"stream-{Stream._number}"
         self._events = host.folder / f"{self._name}.jsonl"
-        arguments = (sys.executable, "-c", CLIENT, 8000, num_tokens, timeout, self._name)
+        body = json.dumps({"max_tokens": num_tokens, **fields})
+        arguments = (sys.executable, "-c", CLIENT, 8000, body, timeout, self._name)
         with self._events.open("w") as output:
             self._process = host.start(*arguments, output=output)
 
@@ -145,9 +152,14 @@ def start_cluster(bed: Bed) -> Path:
     return path
 
 
-def ray_command(host: Host, *arguments: object, timeout: float = 180) -> str:
+def ray_command(
+    host: Host,
+    *arguments: object,
+    timeout: float = 180,
+    environment: Mapping[str, str] = TOKEN,
+) -> str:
     """Run a command of Ray on a host and return its output."""
-    ended = host.run(BIN / "ray", *arguments, timeout=timeout, environment=TOKEN)
+    ended = host.run(BIN / "ray", *arguments, timeout=timeout, environment=environment)
     assert ended.returncode == 0, ended.stdout
     return ended.stdout
 

@@ -1,7 +1,7 @@
 """Client of a test, run on a host: streams completions and prints a JSON line an event, with its time.
 
-Arguments: port, number of tokens, seconds of silence that end a request, a name for `pkill`. Uses Python's own library
-alone, so that it starts at once.
+Arguments: port, fields of the body, seconds of silence that end a request, a name for `pkill`. Uses Python's own
+library alone, so that it starts at once.
 """
 
 import http.client
@@ -15,9 +15,9 @@ def say(**fields: object) -> None:
 
 
 def main() -> None:
-    port, num_tokens, timeout = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    body = {"model": "demo", "prompt": "lockstep", "max_tokens": num_tokens, "stream": True}
-    body |= {"temperature": 0, "ignore_eos": True}
+    port, fields, timeout = int(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3])
+    body = {"model": "demo", "prompt": "lockstep", "stream": True, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True, **fields}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
         headers = {"Content-Type": "application/json"}
@@ -33,7 +33,10 @@ def main() -> None:
             elif line.startswith("data: "):
                 event = json.loads(line[6:])
                 error = event.get("error")
-                say(error=error) if error else say(text=event["choices"][0]["text"])
+                if error:
+                    say(error=error)
+                for choice in event.get("choices", ()):
+                    say(text=choice["text"], ids=choice["token_ids"])
     except (OSError, http.client.HTTPException) as error:
         say(error=f"{type(error).__name__}: {error}")
 

@@ -16,7 +16,6 @@ from tests.cluster import hosts
 from tests.cluster.hosts import Bed, Host, wait_for
 from tests.cluster.launched import (
     BIN,
-    ENVIRONMENT,
     TOKEN,
     Server,
     Stream,
@@ -44,7 +43,7 @@ NUM_TOKENS = 900
 @pytest.fixture
 def head(tmp_path: Path) -> Iterator[Host]:
     """A host with Redis, and a head of Ray that keeps its state there."""
-    with hosts.bed(tmp_path, 1, ENVIRONMENT) as bed:
+    with hosts.bed(tmp_path, 1) as bed:
         (host,) = bed.hosts
         ray_command(host, "get-auth-token", "--generate")
         start_storage(bed, host)

@@ -8,7 +8,7 @@ from tests.cluster import hosts
 from tests.cluster.hosts import wait_for
 from tests.cluster.launched import is_public
 
-REASON = hosts.unavailable()
+REASON = hosts.unavailable(ssh=True)
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))

@@ -26,7 +26,7 @@ from tests.cluster.launched import (
     start_cluster,
 )
 
-REASON = hosts.unavailable()
+REASON = hosts.unavailable(ssh=True)
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
@@ -303,7 +303,7 @@ def test_a_cluster_from_up_to_down(bed: Bed) -> None:
 
 def test_a_group_over_ipv6(tmp_path: Path) -> None:
     """Two hosts without IPv4 addresses on their network."""
-    with hosts.bed(tmp_path, 2, ENVIRONMENT) as bed:
+    with hosts.bed(tmp_path, 2) as bed:
         head, other = bed.hosts
         share_token(head, [other])
         for host in bed.hosts:

@@ -9,7 +9,6 @@ import pytest
 from tests.cluster import hosts
 from tests.cluster.hosts import Bed, Host, wait_for
 from tests.cluster.launched import (
-    ENVIRONMENT,
     Server,
     rank_processes,
     ray_command,
@@ -31,7 +30,7 @@ NUM_TOKENS = 300
 
 @pytest.fixture
 def bed(tmp_path: Path) -> Iterator[Bed]:
-    with hosts.bed(tmp_path, 3, ENVIRONMENT) as made:
+    with hosts.bed(tmp_path, 3) as made:
         head, *others = made.hosts
         share_token(head, others)
         ray_command(head, "start", "--head", "--port=6379", f"--node-ip-address={head.address}")

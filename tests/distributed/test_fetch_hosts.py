@@ -17,6 +17,7 @@ import pytest
 
 from scripts.bench import namespaces
 from tests.family_cases import family_checkpoint
+from tests.held_reads import HeldReads
 from tests.kv_nodes import OVER_TCP, wait_for
 from workers.kv_transfer.nixl_memory import nixl_unavailable
 
@@ -90,6 +91,7 @@ class Bed:
         self.hosts, self.folder = hosts, folder
         self._checkpoint, self._stack = checkpoint, stack
         self.engines: dict[int, HostEngine] = {}
+        self.reads = HeldReads(folder / str(DECODE))
         self._number = 0
         for number in (PREFILL, DECODE):
             (folder / str(number)).mkdir()
@@ -117,19 +119,6 @@ class Bed:
 
     def begin_decode(self, ids: list[int], tokens: list[int], source: str) -> None:
         self.engines[DECODE].begin(f"d{self._number}", ids, NEW, tokens, source)
-
-    def hold(self) -> None:
-        """Let the next read wait until `go`."""
-        for name in ("held", "go"):
-            (self.folder / str(DECODE) / name).unlink(missing_ok=True)
-        (self.folder / str(DECODE) / "hold").touch()
-
-    def wait_held(self) -> None:
-        wait_for((self.folder / str(DECODE) / "held").exists, "the read is in its middle")
-
-    def go(self) -> None:
-        (self.folder / str(DECODE) / "hold").unlink()
-        (self.folder / str(DECODE) / "go").touch()
 
 
 @contextmanager
@@ -181,16 +170,16 @@ def stop_in_a_read(now: Bed) -> tuple[list[int], list[int], str]:
     """Return a prompt, its first token and where its KV is, while the decode host waits in the middle of a read."""
     ids = now.prompt()
     tokens, source = now.prefill(ids)
-    now.hold()
+    now.reads.hold()
     now.begin_decode(ids, tokens, source)
-    now.wait_held()
+    wait_for(lambda: now.reads.held, "the read is in its middle")
     return ids, tokens, source
 
 
 def cut_in_the_middle(now: Bed, fetched: float) -> float:
     ids, tokens, _ = stop_in_a_read(now)
     now.hosts.cut()
-    now.go()
+    now.reads.go()
     began = time.monotonic()
     rest, _, gauges = now.engines[DECODE].answer()
     waited = time.monotonic() - began
@@ -212,7 +201,7 @@ def end_prefill_host_in_the_middle(now: Bed, fetched: float) -> float:
     ids, tokens, _ = stop_in_a_read(now)
     now.engines[PREFILL].kill()
     wait_for(lambda: not source_lives(now), "the processes of the prefill host end")
-    now.go()
+    now.reads.go()
     began = time.monotonic()
     rest, _, _ = now.engines[DECODE].answer()
     print(f"the prefill host: {time.monotonic() - began:.1f} s")
@@ -233,7 +222,7 @@ def source_lives(now: Bed) -> bool:
 def end_decode_host_in_the_middle(now: Bed, fetched: float) -> float:
     ids, tokens, source = stop_in_a_read(now)
     now.engines[DECODE].kill()
-    now.go()
+    now.reads.go()
     now.start(DECODE)
     now.begin_decode(ids, tokens, source)
     rest, _, gauges = now.engines[DECODE].answer()

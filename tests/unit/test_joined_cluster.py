@@ -57,13 +57,17 @@ def test_secrets_are_arguments_of_an_ingress(monkeypatch: pytest.MonkeyPatch) ->
     assert environment["OTEL_EXPORTER_OTLP_HEADERS"] == "authorization=secret"
 
 
-def test_a_token_is_no_variable_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_variables_of_their_libraries_and_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HF_HOME", "/models")
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
     subject = launcher.RankLauncher(rank_config(), name="app", joined=True)
     subject._environment = subject._rank_environment()
     variables = subject._runtime_env(spare=False)["runtime_env"]["env_vars"]
-    assert variables["HF_HOME"] == "/models" and "hf_secret" not in variables.values()
+    assert variables["HF_HOME"] == "/models" and variables["UCX_NET_DEVICES"] == "eth7"
+    assert "hf_secret" not in variables.values()
 
 
 def test_the_supervisor_runs_on_the_node_that_has_the_model(

@@ -1,12 +1,14 @@
 """Groups over several nodes that lose a node or its network, over fake ranks."""
 
+import asyncio
 import socket
+from typing import Any
 
 import pytest
 
 from cluster.supervisor import group, lost_nodes, placement, relocation
 from tests.unit.ray_fakes import until
-from tests.unit.test_rebuild import Scene, run
+from tests.unit.test_rebuild import HANG_TIMEOUT_S, Scene, run
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +41,39 @@ def test_a_rank_behind_a_cut_network_keeps_its_process(caplog: pytest.LogCapture
         await now.serving(1)
         assert now.ranks == before and now.launcher.num_ended == 0
         assert [rank.calls["leave_epoch"] for rank in before] == [[(1,)]] * 3
+        await now.close()
+
+    run(scenario())
+
+
+def test_a_call_may_reach_a_rank_as_late_as_its_network_was_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wait_for_nodes = lost_nodes.wait_for_nodes
+
+    async def waits_long(*arguments: Any) -> float:
+        return 60 + await wait_for_nodes(*arguments)
+
+    monkeypatch.setattr(lost_nodes, "wait_for_nodes", waits_long)
+
+    async def scenario() -> None:
+        now = Scene(num_nodes=3)
+        await now.serving(0)
+        before = now.ranks
+        leave, arrives = before[1].leave_epoch, asyncio.Event()
+
+        async def leave_late(fence: int) -> None:
+            await arrives.wait()
+            await leave(fence)
+
+        cut(now, 1)
+        before[1].leave_epoch = leave_late  # type: ignore[method-assign]
+        await until(lambda: now.group.health.state == "rebuilding")
+        mend(now, 1)
+        await asyncio.sleep(3 * HANG_TIMEOUT_S)
+        arrives.set()
+        await now.serving(1)
+        assert now.ranks == before and now.launcher.num_ended == 0
         await now.close()
 
     run(scenario())

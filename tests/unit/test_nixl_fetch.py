@@ -185,6 +185,28 @@ def test_a_lease_pins_contents_until_its_reader_ends_it_or_sends_no_beat() -> No
         wait_for(lambda: all_units_are_free(there), "the lease ends without beats")
 
 
+WITHOUT_INTERFACE = """
+from workers.kv_transfer.nixl_memory import NixlMemory, NixlStartError
+try:
+    NixlMemory("here", memoryview(bytearray(2**16)))
+except NixlStartError as error:
+    print("caught", error, flush=True)
+"""
+
+
+def test_a_host_without_its_interface_is_a_start_error() -> None:
+    paths = os.pathsep.join([".", *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_INTERFACE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **OVER_TCP, "UCX_NET_DEVICES": "absent0", "PYTHONPATH": paths},
+        cwd=ROOT,
+    )
+    assert "caught NIXL does not start on this host" in ended.stdout, ended.stdout + ended.stderr
+
+
 READER = """
 import json, os, signal, sys, time, zmq
 from workers.kv_transfer.connector import Item

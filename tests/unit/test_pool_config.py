@@ -7,11 +7,12 @@ import pytest
 from cluster.commands.check import check_groups
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
+from cluster.config.resolve import resolve_threads
 from cluster.supervisor.group_spec import group_sizes, group_specs
 from tests.checkpoints.writer import make_checkpoint
 
 SPLIT = "pool=[{role: prefill, ranks: 1}, {role: decode, ranks: 3}]"
-
+SPLIT_OF_THREE = "pool=[{role: prefill, ranks: 1}, {role: decode, ranks: 2}]"
 MEMORY = "cache.host_memory_gib=1"
 
 
@@ -57,6 +58,16 @@ def test_ranks_divide_over_the_nodes_of_their_group(yaml_path: Path) -> None:
     settings = ["cluster.ranks=6", "cluster.nodes=2", "cluster.ray_address=auto"]
     with pytest.raises(ConfigError, match=r"pool.1.nodes: 3 ranks do not divide evenly"):
         load_config(yaml_path, [*settings, "pool=[{ranks: 3}, {ranks: 3, nodes: 2}]"])
+
+
+def test_groups_of_two_nodes_may_differ(yaml_path: Path) -> None:
+    nodes = ["cluster.nodes=2", "cluster.ray_address=auto", "cache.transfer=nixl"]
+    config = load_config(yaml_path, ["cluster.ranks=3", *nodes, MEMORY, SPLIT_OF_THREE])
+    prefill, decode = group_specs(config, num_gpus=0)
+    assert (prefill.ranks.num_ranks, decode.ranks.num_ranks) == (1, 2)
+    assert prefill.ranks.num_nodes == decode.ranks.num_nodes == 1
+    of_a_full_node = load_config(yaml_path, ["cluster.ranks=2"])
+    assert decode.ranks.threads == resolve_threads(of_a_full_node)
 
 
 def test_each_group_has_ranks_and_experts_of_its_own(yaml_path: Path) -> None:

@@ -13,6 +13,8 @@ from cluster.supervisor.heartbeat import STAGE_FACTOR
 from tests.unit.ray_fakes import FakeLauncher, FakeRank, fake_group, rank_config, until
 from workers.rank.step_loop import RankFailedError
 
+HANG_TIMEOUT_S = 0.1
+
 
 def run(coroutine: Awaitable[Any]) -> Any:
     async def bounded() -> Any:
@@ -31,7 +33,7 @@ class Scene:
     """A group that runs, and ways to hurt it."""
 
     def __init__(self, num_ranks: int = 3, **options: Any):
-        options = {"hang_timeout_s": 0.1, "rebuild_attempts": 3, **options}
+        options = {"hang_timeout_s": HANG_TIMEOUT_S, "rebuild_attempts": 3, **options}
         self.group: Group
         self.launcher: FakeLauncher
         self.group, _, self.launcher = fake_group(num_ranks, **options)

@@ -14,6 +14,10 @@ import numpy as np
 DISTRIBUTION, VERSION = "nixl-cu12", "1.5.1"  # of the extra `nixl`
 
 
+class NixlStartError(ConnectionError):
+    """NIXL cannot use this host's network, as while the cable of its interface is out."""
+
+
 class ReadFailedError(ConnectionError):
     """A read has failed or was not begun. Bytes may still arrive."""
 
@@ -61,7 +65,7 @@ def nixl_unavailable() -> str | None:
 
 
 class NixlMemory:
-    """`memory`, registered under a unique `name`. Threads may read at once."""
+    """`memory`, registered under a unique `name`. Threads may read at once. Raises NixlStartError."""
 
     def __init__(self, name: str, memory: memoryview):
         from nixl_cu12._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
@@ -72,7 +76,10 @@ class NixlMemory:
             backends=["UCX"],
             sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
-        self._agent: Any = nixl_agent(name, config)
+        try:
+            self._agent: Any = nixl_agent(name, config)
+        except Exception as error:  # of NIXL's own classes, which derive from Exception
+            raise NixlStartError(f"NIXL does not start on this host: {error!r}") from error
         bytes_N = np.frombuffer(memory, dtype=np.uint8)
         base = bytes_N.ctypes.data
         place = [(base, len(bytes_N), 0, "")]

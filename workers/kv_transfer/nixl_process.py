@@ -20,7 +20,7 @@ from workers.kv_transfer.keeper import KeeperConfig
 from workers.kv_transfer.keeper_client import KeeperClient, KeeperLostError
 from workers.kv_transfer.kv_pull import FetchJob, FetchLimits, Pull
 from workers.kv_transfer.kv_source import CLOSE_S, SourceLink, SourceServer
-from workers.kv_transfer.nixl_memory import NixlMemory, ReadFailedError
+from workers.kv_transfer.nixl_memory import NixlMemory, NixlStartError, ReadFailedError
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,10 @@ class NixlConfig:
 
 
 class NixlProcess:
-    """The work of the process. The constructor attaches to the keeper and registers its memory."""
+    """The work of the process. The constructor attaches to the keeper and registers its memory.
+
+    Raises KeeperLostError and NixlStartError.
+    """
 
     def __init__(self, config: NixlConfig, rank: Connection):
         self._config, self._rank = config, rank
@@ -137,6 +140,6 @@ def main(descriptor: int) -> None:
     try:
         config: NixlConfig = rank.recv()
         NixlProcess(config, rank).run()
-    except (KeeperLostError, EOFError) as error:
+    except (KeeperLostError, NixlStartError, EOFError) as error:
         logger.info("ends: %r", error)
     os._exit(0)  # threads may still wait for sources
