@@ -8,7 +8,7 @@ from cluster.commands import check as check_module
 from cluster.commands.check import check
 from cluster.commands.check_backends import ASSUMED
 from cluster.config.load import load_config
-from kernels.all2all import deepep
+from kernels.all2all import deepep_package
 from kernels.backends import select
 from kernels.backends.select import BackendChoiceError
 from kernels.grouped_gemm import deepgemm_package
@@ -49,15 +49,15 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch, missing: str, key: str, says: str
 ) -> None:
     """Hopper without one of the packages; the reasons are those that a start would find."""
-    monkeypatch.setattr(deepep, "find_spec", lambda name: None)
+    monkeypatch.setattr(deepep_package, "find_spec", lambda name: None)
     monkeypatch.setattr(deepgemm_package, "find_spec", lambda name: None)
-    deepep.deep_ep_unavailable.cache_clear()
+    deepep_package.deep_ep_unavailable.cache_clear()
     deepgemm_package.package_unavailable.cache_clear()
     reasons = {
-        "deep_ep": ("all2all.deepep", deepep.deep_ep_unavailable()),
+        "deep_ep": ("all2all.deepep", deepep_package.deep_ep_unavailable()),
         "deep_gemm": ("grouped_gemm.deepgemm_fp8", deepgemm_package.package_unavailable()),
     }
-    deepep.deep_ep_unavailable.cache_clear()
+    deepep_package.deep_ep_unavailable.cache_clear()
     deepgemm_package.package_unavailable.cache_clear()
     monkeypatch.setattr(
         check_module, "probe_or_assume", lambda device: (dict([reasons[missing]]), "")
