@@ -5,7 +5,8 @@ every step of decodes, the low-latency mode, which CUDA graphs can hold; above, 
 once to each host by RDMA, and there once to each rank by NVLink. Then the host waits for the numbers of rows that
 arrive, because DeepEP has no buffers of a largest size there, so graphs hold no such step.
 
-Both modes share one memory, see `deepep_buffer`. Never run on several hosts: `phalanx check --all2all deepep --run`.
+Both modes share one memory, see `deepep_buffer`. No ranks of several hosts have run this yet; `phalanx check
+--all2all deepep --run` does so.
 
 T tokens of this rank, N received rows, D hidden, K experts per token, R permuted rows.
 """

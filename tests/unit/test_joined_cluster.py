@@ -61,7 +61,7 @@ def test_a_token_is_no_variable_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HF_HOME", "/models")
     subject = launcher.RankLauncher(rank_config(), name="app", joined=True)
-    subject._environment = subject._rank_environment()
+    subject._environment = launcher.rank_environment(subject._config, joined=subject._joined)
     variables = subject._runtime_env(spare=False)["runtime_env"]["env_vars"]
     assert variables["HF_HOME"] == "/models" and "hf_secret" not in variables.values()
 
