@@ -112,7 +112,8 @@ class DeepEpAllToAll(AllToAll):
 
     def _open_buffer(self, hidden_size: int) -> Any:
         """Return the `Buffer` of this instance. Collective."""
-        num_bytes, _ = queue_bytes(self._deep_ep.Buffer, self._num_ranks, hidden_size)
+        sizes = self._num_ranks, hidden_size
+        num_bytes = queue_bytes("get_nvl_buffer_size_hint", self._deep_ep.Buffer, *sizes)
         return self._deep_ep.Buffer(self._group, num_bytes, explicitly_destroy=True)
 
     def _before_launch(self) -> None:
@@ -216,15 +217,15 @@ class DeepEpAllToAll(AllToAll):
         return out_TD
 
 
-def queue_bytes(buffer_class: Any, num_ranks: int, hidden_size: int) -> tuple[int, int]:
-    """Return the bytes of a rank's queues at MAX_SMS: between GPUs of a host, and between hosts."""
+def queue_bytes(hint: str, buffer_class: Any, num_ranks: int, hidden_size: int) -> int:
+    """Return the bytes of a rank's queues at MAX_SMS.
+
+    hint   method of DeepEP's configurations: of the queues between the GPUs of a host, or of those between hosts, which
+           builds without NVSHMEM refuse
+    """
     buffer_class.set_num_sms(MAX_SMS)
     configs = (
         buffer_class.get_dispatch_config(num_ranks),
         buffer_class.get_combine_config(num_ranks),
     )
-    row_bytes = 2 * hidden_size
-    return (
-        max(config.get_nvl_buffer_size_hint(row_bytes, num_ranks) for config in configs),
-        max(config.get_rdma_buffer_size_hint(row_bytes, num_ranks) for config in configs),
-    )
+    return max(getattr(config, hint)(2 * hidden_size, num_ranks) for config in configs)

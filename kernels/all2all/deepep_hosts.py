@@ -143,7 +143,11 @@ class DeepEpHostsAllToAll(AllToAll):
         device: torch.device,
     ):
         self._max_decodes, self._device = low_latency_rows(max_decodes), device
-        queues = queue_bytes(load_deep_ep().Buffer, group.size(), hidden_size)
+        sizes_of = load_deep_ep().Buffer, group.size(), hidden_size
+        queues = [
+            queue_bytes(hint, *sizes_of)
+            for hint in ("get_nvl_buffer_size_hint", "get_rdma_buffer_size_hint")
+        ]
         self._shared = SharedBuffer.join(
             group,
             BufferSizes(self._max_decodes, hidden_size, num_experts, *queues, MAX_SMS),

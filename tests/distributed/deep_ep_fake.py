@@ -27,7 +27,8 @@ class FakeConfig:
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         num_hosts = num_ranks // FakeBuffer.peers_per_host
-        return aligned(2 * self.num_sms * hidden_bytes * num_hosts) if num_hosts > 1 else 0
+        assert num_hosts > 1, "NVSHMEM is disabled, as a build for one host may have it"
+        return aligned(2 * self.num_sms * hidden_bytes * num_hosts)
 
 
 def aligned(num_bytes: int) -> int:

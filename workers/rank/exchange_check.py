@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kernels.all2all.base import AllToAll, ExpertInput, MaskedInput, sum_partials
+from kernels.block_fp8 import BLOCK
 from kernels.interface.backend import BackendShape
 from kernels.pending import Pending
 from kernels.routing.expert_map import ExpertMap
@@ -127,7 +128,8 @@ class _Check:
         if isinstance(routed, MaskedInput):
             x_eMD = routed.x_eMD.float()
             if routed.scale_eMS is not None:
-                x_eMD = x_eMD * routed.scale_eMS.repeat_interleave(128, 2)
+                blocks_eMS1 = routed.scale_eMS.unsqueeze(3)
+                x_eMD = x_eMD * blocks_eMS1.expand(-1, -1, -1, BLOCK).flatten(2)
             return (x_eMD * self._factor_e[:, None, None]).to(dtype).contiguous()
         x_RD = routed.permuted_rows()
         ends_e = routed.offs_e if routed.routing is None else routed.routing.ends_e
