@@ -57,7 +57,8 @@ class ExchangeProbe:
 
     def refusal(self, name: str) -> str | None:
         """Return why this machine cannot run the all-to-all `name`, or None."""
-        return backend_class("all2all", name).unavailable(self._device)
+        reason: str | None = backend_class("all2all", name).unavailable(self._device)
+        return reason
 
     def run(self, name: str, shape: BackendShape, *, fp8: bool) -> list[Measured]:
         """Build the all-to-all, check it, and close it. Collective. fp8: rows travel in FP8."""
