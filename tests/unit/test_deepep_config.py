@@ -38,6 +38,17 @@ def test_it_is_the_pair_with_ubatches_and_rows_in_fp8(
     assert limited.steps["comm_sms"] == shown
 
 
+def test_two_hosts_have_both_modes_and_graphs_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_module, "probe_or_assume", lambda device: ({}, ASSUMED))
+    hosts = ["cluster.nodes=2", "cluster.ranks=16", "cluster.ray_address=auto"]
+    report = checked(*hosts, "kernels.all2all=deepep_hosts", "scheduler.max_num_seqs=200")
+    names = {seam: choice["name"] for seam, choice in report.backends.items()}
+    assert names["all2all"] == "deepep_hosts" and names["grouped_gemm"] == "deepgemm_fp8"
+    assert "up to 200 decodes" in report.steps["cuda_graphs"]
+    assert "steps of up to 200 tokens" in report.steps["cuda_graphs"]
+    assert "cluster.nodes is 2" in report.alternatives["all2all"]["deepep"]
+
+
 @pytest.mark.parametrize(
     ("missing", "key", "says"),
     [
