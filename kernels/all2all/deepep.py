@@ -228,4 +228,4 @@ def queue_bytes(hint: str, buffer_class: Any, num_ranks: int, hidden_size: int) 
         buffer_class.get_dispatch_config(num_ranks),
         buffer_class.get_combine_config(num_ranks),
     )
-    return max(getattr(config, hint)(2 * hidden_size, num_ranks) for config in configs)
+    return max(int(getattr(config, hint)(2 * hidden_size, num_ranks)) for config in configs)

@@ -144,13 +144,16 @@ class DeepEpHostsAllToAll(AllToAll):
     ):
         self._max_decodes, self._device = low_latency_rows(max_decodes), device
         sizes_of = load_deep_ep().Buffer, group.size(), hidden_size
-        queues = [
-            queue_bytes(hint, *sizes_of)
-            for hint in ("get_nvl_buffer_size_hint", "get_rdma_buffer_size_hint")
-        ]
         self._shared = SharedBuffer.join(
             group,
-            BufferSizes(self._max_decodes, hidden_size, num_experts, *queues, MAX_SMS),
+            BufferSizes(
+                self._max_decodes,
+                hidden_size,
+                num_experts,
+                nvlink_bytes=queue_bytes("get_nvl_buffer_size_hint", *sizes_of),
+                rdma_bytes=queue_bytes("get_rdma_buffer_size_hint", *sizes_of),
+                num_queue_pairs=MAX_SMS,
+            ),
         )
         sizes: dict[str, Any] = {"num_experts": num_experts, "hidden_size": hidden_size}
         self._normal = _NormalBetweenHosts(
