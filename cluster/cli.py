@@ -110,10 +110,27 @@ def check(
     on_cluster: Annotated[
         bool, typer.Option("--cluster", help="Look at all nodes of the Ray cluster, and compare.")
     ] = False,
+    all2all: Annotated[
+        str | None,
+        typer.Option(help="In the place of kernels.all2all; with --run deepep is each mode of it."),
+    ] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Check and time the all-to-all on the ranks.")
+    ] = False,
 ) -> None:
-    """Print a configuration's ranks, backends and memory, or compare a cluster's nodes. Starts no ranks."""
+    """Print a configuration's ranks, backends and memory, compare a cluster's nodes, or run its all-to-all.
+
+    Starts no ranks, except processes without a model for --run.
+    """
+    if all2all is not None:
+        overrides = [*(overrides or []), f"kernels.all2all={all2all}"]
+    if on_cluster and run:
+        raise typer.BadParameter("--cluster and --run are two commands")
     if on_cluster:
         _check_nodes(_load(config, overrides), as_json=as_json)
+        return
+    if run:
+        _check_exchange(_load(config, overrides), as_json=as_json)
         return
     reports = _checked(_load(config, overrides))
     if as_json:
@@ -309,6 +326,23 @@ def _check_nodes(config: "PhalanxConfig", *, as_json: bool) -> None:
     else:
         render_cluster(found, Console(highlight=False, markup=False))
     if found.errors:
+        raise typer.Exit(1)
+
+
+def _check_exchange(config: "PhalanxConfig", *, as_json: bool) -> None:
+    """Print what the all-to-all does on the ranks; exit code 1 if anything is wrong."""
+    from rich.console import Console
+
+    from cluster.commands.check_exchange import check_exchange, render_exchange
+    from cluster.commands.start import ServerError
+
+    with _user_errors(ServerError, code=1), _user_errors(ValueError):
+        found = check_exchange(config)
+    if as_json:
+        typer.echo(json.dumps([report.to_json() for report in found], indent=2))
+    else:
+        render_exchange(found, Console(highlight=False, markup=False))
+    if any(report.errors for report in found):
         raise typer.Exit(1)
 
 

@@ -121,6 +121,7 @@ def check(
         rank_config.device,
         rank_config.speculation.rows_per_seq,
         decodes=model.pooling is None,
+        max_rows=selection.all2all_class.graph_rows(shape),
     )
     num_ubatches, overlap = overlap_lines(config.overlap, selection)
     check_comm_sms(config.overlap, selection, num_ubatches)

@@ -25,10 +25,11 @@ def graph_line(
     rows_per_seq: int = 1,
     *,
     decodes: bool = True,
+    max_rows: int | None = None,
 ) -> tuple[GraphSizes, str]:
     """The sizes of the CUDA graphs, and the reason. Raises GraphsUnavailableError if demanded graphs cannot exist.
 
-    A GPU that is not here is taken for a Hopper. decodes: whether the model decodes.
+    A GPU that is not here is taken for a Hopper. decodes: whether the model decodes. max_rows: as in graphs_to_capture.
     """
     hopper = not torch.cuda.is_available() or on_hopper()
     mixed = selection.attention_class.captures_prompts(hopper=hopper)
@@ -39,6 +40,7 @@ def graph_line(
         mixed=mixed,
         rows_per_seq=rows_per_seq,
         decodes=decodes,
+        max_rows=max_rows,
     )
     if not sizes:
         return sizes, f"off: {graphs_off(scheduler.cuda_graphs, selection, device) or NO_PROMPTS}"

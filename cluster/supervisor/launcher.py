@@ -132,7 +132,7 @@ class RankLauncher:
             await self._reserve(min(timeout_s, MAX_PLACEMENT_S))
         finally:
             self.placed.set()
-        self._environment = self._rank_environment()
+        self._environment = rank_environment(self._config, joined=self._joined)
         return [
             await self.start(rank, config, config.dims.node(rank)) for rank in config.dims.ranks()
         ]
@@ -152,7 +152,7 @@ class RankLauncher:
         self._placement_group = placement.find(self._name)
         if self._placement_group is None:
             return []
-        self._environment = self._rank_environment()
+        self._environment = rank_environment(self._config, joined=self._joined)
         self._spares = set(range(self._config.num_nodes))
         for actor in ray.util.list_named_actors(all_namespaces=True):
             if actor["namespace"] == NAMESPACE and actor["name"].startswith(self._actor_prefix):
@@ -361,17 +361,18 @@ class RankLauncher:
         assert self._placement_group is not None, "launch comes first"
         return self._placement_group
 
-    def _rank_environment(self) -> dict[str, str]:
-        """Variables of the ranks' processes that they do not inherit: all where Ray was joined.
 
-        Ray starts a new process for a rank with variables of its own; without any it uses a process that waits.
-        """
-        forwarded = _forwarded_environment() if self._joined else {}
-        if self._config.device != "cuda":
-            return forwarded
-        inherited = os.environ if len(placement.nodes()) == 1 else {}
-        needed = {k: v for k, v in MULTICAST_OFF.items() if inherited.get(k) != v}
-        return forwarded | needed
+def rank_environment(config: RankConfig, *, joined: bool) -> dict[str, str]:
+    """Variables of the ranks' processes that they do not inherit: all where Ray was joined.
+
+    Ray starts a new process for a rank with variables of its own; without any it uses a process that waits.
+    """
+    forwarded = _forwarded_environment() if joined else {}
+    if config.device != "cuda":
+        return forwarded
+    inherited = os.environ if len(placement.nodes()) == 1 else {}
+    needed = {k: v for k, v in MULTICAST_OFF.items() if inherited.get(k) != v}
+    return forwarded | needed
 
 
 def _forwarded_environment() -> dict[str, str]:

@@ -129,7 +129,7 @@ class AllToAll(Backend):
 
     All ranks of the group call dispatch and combine in the same order.
 
-    layout               the form of input that `dispatch` returns
+    layouts              the forms of input that `dispatch` returns
     needs_equal_tokens   every rank must dispatch the same number of rows: padding rows, with `topk_idx == -1`, reach
                          no expert
     one_host             all ranks must share a host
@@ -145,7 +145,7 @@ class AllToAll(Backend):
     stream               CUDA stream of its dispatches and combines; None for the current one (see comm_stream.py)
     """
 
-    layout: Layout = "contiguous"
+    layouts: tuple[Layout, ...] = ("contiguous",)
     needs_equal_tokens: bool = False
     one_host: bool = False
     max_in_flight: int | None = None
@@ -163,7 +163,7 @@ class AllToAll(Backend):
     def unavailable(cls, device: torch.device) -> str | None:
         """See Backend. Contiguous rows are grouped by expert with Triton on GPUs."""
         reason = triton_unavailable() if device.type == "cuda" else None
-        if reason is None or cls.layout != "contiguous":
+        if reason is None or "contiguous" not in cls.layouts:
             return None
         return f"rows are sorted by expert in Triton: {reason}"
 
@@ -201,6 +201,11 @@ class AllToAll(Backend):
         return rows * shape.num_ranks if shape.device == "cuda" else rows
 
     @classmethod
+    def graph_rows(cls, shape: BackendShape) -> int:
+        """Return the most rows of a rank in a step that CUDA graphs can hold, where `graph` is true."""
+        return shape.max_num_tokens
+
+    @classmethod
     def shared_memory_slots(cls, shape: BackendShape) -> tuple[int, ...]:
         """Return the `slot_bytes` of the channels it needs of the ranks' SharedMemoryGroup."""
         return ()
@@ -214,7 +219,7 @@ class AllToAll(Backend):
     def dispatch(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Pending[ExpertInput] | Pending[MaskedInput]:
-        """Send each row to the ranks of its experts; return the rows of this rank's experts in `layout`.
+        """Send each row to the ranks of its experts; return the rows of this rank's experts in one of `layouts`.
 
         x_TD              in the model's dtype
         topk_idx_TK       int64 ids of experts, as slots of all ranks (`ExpertMap`); -1 for none. With a

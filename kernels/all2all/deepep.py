@@ -5,18 +5,10 @@ dispatch the same number of rows, and CUDA graphs can hold dispatch and combine.
 and apply the weights, because DeepEP's combine only adds. For experts that compute with FP8, rows are quantised before
 they travel; sums travel in bfloat16.
 
-`Buffer` of DeepEP 1.2.1 is tested. DeepEP 2.x has the same class, and was never run here.
-
 T tokens of this rank, N = ranks * T received rows, D hidden, K experts per token, R permuted rows.
 """
 
-import functools
-import inspect
-import sys
-import time
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any, Self
 
 import torch
@@ -27,8 +19,14 @@ from kernels.all2all.comm_stream import StreamEvent, on_comm_stream
 from kernels.all2all.deepep_limits import (
     MAX_SMS,
     normal_buffer_bytes,
-    normal_unsupported_reason,
-    unsupported_reason,
+    one_host_unsupported_reason,
+)
+from kernels.all2all.deepep_package import (
+    DISTRIBUTIONS,
+    MIN_CAPABILITY,
+    deep_ep_unavailable,
+    load_deep_ep,
+    peers_are_here,
 )
 from kernels.all2all.payload import Gathered, RowFormat, permute_local, quantise
 from kernels.block_fp8 import Fp8Rows
@@ -37,73 +35,6 @@ from kernels.interface.backend import BackendShape
 from kernels.interface.context import BackendContext
 from kernels.pending import Pending
 from kernels.routing.permute import Permutation
-
-NEEDED_VERSION = "1.2.1"
-MIN_CAPABILITY = (9, 0)
-DISTRIBUTIONS = ("deep_ep", "sgl-deep-ep")
-NEEDED = {  # method of Buffer to a parameter that early versions lack
-    "__init__": "explicitly_destroy",
-    "dispatch": "num_worst_tokens",
-    "combine": "config",
-    "get_dispatch_layout": "num_experts",
-    "low_latency_dispatch": "return_recv_hook",
-    "low_latency_combine": "return_recv_hook",
-}
-CLOSE_TIMEOUT_S = 5.0
-
-
-class DeepEpUnavailableError(RuntimeError):
-    """DeepEP cannot be used here. The message has the reason, the version found and the version needed."""
-
-
-def load_deep_ep() -> Any:
-    """Return the module `deep_ep`. Raises DeepEpUnavailableError where it is missing, broken or too old."""
-    needed = f"{NEEDED_VERSION} or newer is needed"
-    if "deep_ep" not in sys.modules and find_spec("deep_ep") is None:
-        raise DeepEpUnavailableError(f"deep_ep is not installed, {needed}")
-    try:
-        import deep_ep
-    except Exception as error:  # assertions about NCCL and CUDA_HOME, undefined symbols, no GPU
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise DeepEpUnavailableError(
-            f"import deep_ep failed ({installed_version()} is installed, {needed}): {said[0]}"
-        ) from error
-    buffer = getattr(deep_ep, "Buffer", None)
-    lacking = [
-        f"Buffer.{method}({parameter})"
-        for method, parameter in NEEDED.items()
-        if parameter not in _parameters(getattr(buffer, method, None))
-    ]
-    if lacking:
-        raise DeepEpUnavailableError(
-            f"deep_ep {installed_version()} is installed, {needed}: it has no {', '.join(lacking)}"
-        )
-    return deep_ep
-
-
-@functools.cache
-def deep_ep_unavailable() -> str | None:
-    """Return why the package cannot be used, or None."""
-    try:
-        load_deep_ep()
-    except DeepEpUnavailableError as error:
-        return str(error)
-    return None
-
-
-def peers_are_here(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether all ranks call this within CLOSE_TIMEOUT_S. DeepEP would wait 100 s for a dead rank."""
-    try:
-        work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.001)
-        work.wait()  # raises if a peer failed
-    except RuntimeError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -140,8 +71,7 @@ class DeepEpAllToAll(AllToAll):
 
     @classmethod
     def unsupported_reason(cls, shape: BackendShape) -> str | None:
-        reason = super().unsupported_reason(shape) or unsupported_reason(shape)
-        return reason or normal_unsupported_reason(shape)
+        return super().unsupported_reason(shape) or one_host_unsupported_reason(shape)
 
     @classmethod
     def kept_bytes(cls, shape: BackendShape) -> int:
@@ -178,11 +108,16 @@ class DeepEpAllToAll(AllToAll):
         self._num_ranks, self._num_experts = group.size(), num_experts
         self._topk_idx_dtype = getattr(self._deep_ep, "topk_idx_t", torch.int64)
         self.set_num_sms(None)
-        num_bytes = max(
-            config.get_nvl_buffer_size_hint(2 * hidden_size, self._num_ranks)
-            for config in self._configs
-        )
-        self._buffer = self._deep_ep.Buffer(group, num_bytes, explicitly_destroy=True)
+        self._buffer = self._open_buffer(hidden_size)
+
+    def _open_buffer(self, hidden_size: int) -> Any:
+        """Return the `Buffer` of this instance. Collective."""
+        sizes = self._num_ranks, hidden_size
+        num_bytes = queue_bytes("get_nvl_buffer_size_hint", self._deep_ep.Buffer, *sizes)
+        return self._deep_ep.Buffer(self._group, num_bytes, explicitly_destroy=True)
+
+    def _before_launch(self) -> None:
+        """Prepare the buffer for a dispatch or a combine."""
 
     @classmethod
     def granted_sms(cls, num_sms: int) -> int:
@@ -214,6 +149,7 @@ class DeepEpAllToAll(AllToAll):
         )
         if not len(x_TD):  # then on all ranks
             return Pending.ready(permute_local(*inputs, self._permutation, None))
+        self._before_launch()
         with on_comm_stream(self.stream):
             received = self._send(*inputs)
         sent = StreamEvent(self.stream, inputs)
@@ -229,8 +165,9 @@ class DeepEpAllToAll(AllToAll):
         sums_ND = handle.partial_sums(y_RD)
         if way is None:
             return Pending.ready(sums_ND)
+        self._before_launch()
         with on_comm_stream(self.stream):
-            out_TD, _, _ = self._buffer.combine(sums_ND, way.handle, config=way.combine_config)
+            out_TD = self._return(sums_ND, way)
         sent = StreamEvent(self.stream, sums_ND, way)
 
         def finish() -> torch.Tensor:
@@ -251,7 +188,6 @@ class DeepEpAllToAll(AllToAll):
         topk_weights_TK: torch.Tensor,
     ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor, torch.Tensor, _Way]:
         """Return x_ND, local topk_idx_NK (-1 in unused rows), topk_weights_NK, and the way back."""
-        num_rows = self._num_ranks * len(topk_idx_TK)
         dispatch_config, combine_config = self._configs
         per_rank, per_rdma_rank, per_expert, in_rank_TR, _ = self._buffer.get_dispatch_layout(
             topk_idx_TK, self._num_experts
@@ -264,22 +200,32 @@ class DeepEpAllToAll(AllToAll):
             num_tokens_per_expert=per_expert,
             topk_idx=topk_idx_TK,
             topk_weights=topk_weights_TK,
-            num_worst_tokens=num_rows,
+            num_worst_tokens=self._worst_tokens(len(topk_idx_TK)),
             config=dispatch_config,
         )
         rows_ND = Fp8Rows(*x_ND) if self._fp8 else x_ND
         return rows_ND, topk_idx_NK, topk_weights_NK, _Way(handle, combine_config)
 
+    def _worst_tokens(self, num_tokens: int) -> int:
+        """Return the rows of the receive buffers of a dispatch; 0: the host waits for the number of rows."""
+        return self._num_ranks * num_tokens
 
-def _parameters(function: Any) -> tuple[str, ...]:
-    return () if function is None else tuple(inspect.signature(function).parameters)
+    def _return(self, sums_ND: torch.Tensor, way: _Way) -> torch.Tensor:
+        """Return out_TD: the sums of each token over the ranks that it was sent to."""
+        out_TD: torch.Tensor
+        out_TD, _, _ = self._buffer.combine(sums_ND, way.handle, config=way.combine_config)
+        return out_TD
 
 
-def installed_version() -> str:
-    """Return the version of the installed distribution of deep_ep."""
-    for distribution in DISTRIBUTIONS:
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return str(getattr(sys.modules.get("deep_ep"), "__version__", "an unknown version"))
+def queue_bytes(hint: str, buffer_class: Any, num_ranks: int, hidden_size: int) -> int:
+    """Return the bytes of a rank's queues at MAX_SMS.
+
+    hint   method of DeepEP's configurations: of the queues between the GPUs of a host, or of those between hosts, which
+           builds without NVSHMEM refuse
+    """
+    buffer_class.set_num_sms(MAX_SMS)
+    configs = (
+        buffer_class.get_dispatch_config(num_ranks),
+        buffer_class.get_combine_config(num_ranks),
+    )
+    return max(int(getattr(config, hint)(2 * hidden_size, num_ranks)) for config in configs)

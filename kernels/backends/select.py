@@ -177,13 +177,14 @@ def select(config: KernelsConfig, unavailable: Mapping[str, str], shape: Backend
         return _choose(seam, wanted, shape, refusal_of or partial(refusal, seam))
 
     all2all = choose("all2all", config.all2all)
-    layout = backend_class("all2all", all2all.name).layout
+    brought = backend_class("all2all", all2all.name).layouts
 
     def gemm_refusal(name: str) -> str | None:
         layouts = backend_class("grouped_gemm", name).layouts
         wrong_layout = None
-        if layout not in layouts:
-            wrong_layout = f"{all2all.name} brings rows in the {layout} layout, it takes {' and '.join(layouts)}"
+        for layout in brought:
+            if layout not in layouts:
+                wrong_layout = f"{all2all.name} brings rows in the {layout} layout, it takes {' and '.join(layouts)}"
         return refusal("grouped_gemm", name) or wrong_layout
 
     grouped_gemm = choose("grouped_gemm", config.grouped_gemm, gemm_refusal)
@@ -232,7 +233,7 @@ def build(selection: Selection, context: BackendContext) -> Backends:
             masked_fp8=grouped_gemm.masked_fp8,
         )
     )
-    assert all2all.layout in grouped_gemm.layouts, selection.names()
+    assert set(all2all.layouts) <= set(grouped_gemm.layouts), selection.names()
     if context.shape.expert_adapters:
         all2all.slot_column = SlotColumn(context.shape.max_num_tokens, context.device)
     return Backends(

@@ -16,6 +16,7 @@ ALL2ALL = {
     "torch_dist": "kernels.all2all.torch_dist.TorchDistAllToAll",
     "symm": "kernels.all2all.symm.SymmAllToAll",
     "deepep": "kernels.all2all.deepep.DeepEpAllToAll",
+    "deepep_hosts": "kernels.all2all.deepep_hosts.DeepEpHostsAllToAll",
     "deepep_low_latency": "kernels.all2all.deepep_low_latency.DeepEpLowLatencyAllToAll",
 }
 GROUPED_GEMM = {

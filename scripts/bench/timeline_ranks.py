@@ -117,7 +117,7 @@ def start_epoch(
 ) -> tuple[Epoch, dict[str, float]]:
     """Return a rank behind all stages, and the seconds of each; rank 0 reports each stage."""
     if config.device == "cuda":
-        torch.cuda.set_device(index)
+        torch.cuda.set_device(index % torch.cuda.device_count())  # ranks may share a GPU
     epoch = Epoch(RankProcess(index, config), rendezvous, JOIN_TIMEOUT_S)
     for stage in start_stages(config.device):
         epoch.run_stage(stage, lambda done, total: None)

@@ -53,6 +53,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         "below 9.0 no DeepGEMM": VERSIONS,
         "FP8 prompts (128 / 4,096 / 8)": "the load",
     },
+    "docs/backends.md": {
+        "that have begun end after 100 s": "a constant of DeepEP's kernels",
+    },
     "docs/api.md": {
         "a context of 32,768 tokens or more": "advice for coding agents with long instructions",
     },
@@ -120,6 +123,7 @@ def backends() -> Iterator[str]:
     """docs/backends.md."""
     yield f"on at most {deepep_limits.MAX_SMS} SMs"
     yield f"up to {deepep_limits.MAX_TOKENS_LOW_LATENCY:,} tokens a step"
+    yield f"rows of a rank, {deepep_limits.MAX_TOKENS_LOW_LATENCY:,} at most"
     on_cpu = [it.sharing_cost.saved_tokens for it in (NativeAttention, SdpaAttention)]
     yield f"at least {shared_prefixes.GPU_SAVED_BYTES >> 20} MiB of reads in a layer on a GPU"
     yield f"{on_cpu[0]:,} tokens with `native` or {on_cpu[1]:,} tokens with `sdpa`"

@@ -123,7 +123,8 @@ def test_rows_in_fp8(rank_pool: RankPool, name: str) -> None:
 def test_rows_are_in_fp8_where_both_sides_take_them() -> None:
     """Of the backends' classes; memory is counted with the format that they then use."""
     senders = {name for name in ALL2ALL if backend_class("all2all", name).fp8_rows}
-    assert senders == {"local", "torch_dist", "allgather", "symm", "copy_engine", "deepep"}
+    packages = {"deepep", "deepep_hosts"}
+    assert senders == {"local", "torch_dist", "allgather", "symm", "copy_engine", *packages}
     for all2all, gemm, expected in (
         ("symm", "deepgemm_fp8", True),
         ("symm", "triton", False),

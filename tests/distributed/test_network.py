@@ -68,7 +68,11 @@ def test_the_address_towards_a_host() -> None:
 def test_settings_of_the_user_stay() -> None:
     environment = {"GLOO_SOCKET_IFNAME": "mine"}
     bind_to_address(environment, "127.0.0.1")
-    assert environment == {"GLOO_SOCKET_IFNAME": "mine", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert environment == {
+        "GLOO_SOCKET_IFNAME": "mine",
+        "NCCL_SOCKET_IFNAME": "=lo",
+        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
+    }
     unknown: dict[str, str] = {}
     bind_to_address(unknown, "192.0.2.77")
     assert unknown == {}

@@ -117,6 +117,17 @@ def test_a_timeline_of_two_ranks_has_all_states_of_both(dry_run, tmp_path):
     assert len(list(tmp_path.glob("x-*.png"))) == 3
 
 
+def test_what_a_map_and_counts_cost(dry_run):
+    options = "--config configs/local.yaml --ranks 2 --rounds 2 --state decode:2:6:90 --commit abc"
+    options += (
+        " --set cluster.device=cpu --set model.weights=dummy --set model.routing.kind=uniform"
+    )
+    found = dry_run("expert_cost", options)
+    (row,) = found["states"]
+    assert {name: len(turns) for name, turns in row["turns_ms"].items()} == {"off": 2, "on": 2}
+    assert row["on_over_off"] == round(row["off_ms"] / row["on_ms"], 4) > 0
+
+
 def test_overlap_is_swept_over_gloo_and_one_that_fails_costs_no_other(dry_run, tmp_path):
     options = (
         "--ranks 2 --all2alls deepep,torch_dist --gemms auto --model configs/models/demo --layers 2"

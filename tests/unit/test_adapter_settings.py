@@ -125,7 +125,7 @@ def test_exchanges_that_carry_no_adapters_of_experts_are_refused(folder: Path) -
         ]
         for seam in ("all2all", "grouped_gemm")
     }
-    assert refused["all2all"] == ["deepep", "deepep_low_latency"]
+    assert refused["all2all"] == ["deepep", "deepep_hosts", "deepep_low_latency"]
     assert not refused["grouped_gemm"]
     without = replace(shape, expert_adapters=False)
     for seam, names in refused.items():

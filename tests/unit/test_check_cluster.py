@@ -163,7 +163,8 @@ def test_clock_skew(ahead: float, way: float, found: float) -> None:
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore what a probe sets in its process."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"):
+    sockets = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"
+    for name in (*sockets, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, os.environ.get(name, "lo"))
 
 

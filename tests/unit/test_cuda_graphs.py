@@ -129,6 +129,8 @@ def test_what_is_captured():
     drafts = graphs_to_capture(limits, can, cuda, mixed=True, rows_per_seq=4)
     assert drafts.verify == decode_sizes(30) and drafts.most_logits == 30
     assert graphs_to_capture(limits, can, cuda, mixed=False, rows_per_seq=4).verify == ()
+    few = graphs_to_capture(limits, can, cuda, mixed=True, rows_per_seq=4, max_rows=7)
+    assert (few.decode, few.mixed, few.verify) == (decode_sizes(7), (7,), decode_sizes(7))
     assert not sizes(False) and not sizes("auto", replace(can, attention=cannot))
     assert not sizes("auto", device=cpu)
 

@@ -8,7 +8,7 @@ from cluster.commands import check as check_module
 from cluster.commands.check import check
 from cluster.commands.check_backends import ASSUMED
 from cluster.config.load import load_config
-from kernels.all2all import deepep
+from kernels.all2all import deepep_package
 from kernels.backends import select
 from kernels.backends.select import BackendChoiceError
 from kernels.grouped_gemm import deepgemm_package
@@ -38,6 +38,17 @@ def test_it_is_the_pair_with_ubatches_and_rows_in_fp8(
     assert limited.steps["comm_sms"] == shown
 
 
+def test_two_hosts_have_both_modes_and_graphs_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_module, "probe_or_assume", lambda device: ({}, ASSUMED))
+    hosts = ["cluster.nodes=2", "cluster.ranks=16", "cluster.ray_address=auto"]
+    report = checked(*hosts, "kernels.all2all=deepep_hosts", "scheduler.max_num_seqs=200")
+    names = {seam: choice["name"] for seam, choice in report.backends.items()}
+    assert names["all2all"] == "deepep_hosts" and names["grouped_gemm"] == "deepgemm_fp8"
+    assert "up to 200 decodes" in report.steps["cuda_graphs"]
+    assert "steps of up to 200 tokens" in report.steps["cuda_graphs"]
+    assert "cluster.nodes is 2" in report.alternatives["all2all"]["deepep"]
+
+
 @pytest.mark.parametrize(
     ("missing", "key", "says"),
     [
@@ -49,15 +60,15 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch, missing: str, key: str, says: str
 ) -> None:
     """Hopper without one of the packages; the reasons are those that a start would find."""
-    monkeypatch.setattr(deepep, "find_spec", lambda name: None)
+    monkeypatch.setattr(deepep_package, "find_spec", lambda name: None)
     monkeypatch.setattr(deepgemm_package, "find_spec", lambda name: None)
-    deepep.deep_ep_unavailable.cache_clear()
+    deepep_package.deep_ep_unavailable.cache_clear()
     deepgemm_package.package_unavailable.cache_clear()
     reasons = {
-        "deep_ep": ("all2all.deepep", deepep.deep_ep_unavailable()),
+        "deep_ep": ("all2all.deepep", deepep_package.deep_ep_unavailable()),
         "deep_gemm": ("grouped_gemm.deepgemm_fp8", deepgemm_package.package_unavailable()),
     }
-    deepep.deep_ep_unavailable.cache_clear()
+    deepep_package.deep_ep_unavailable.cache_clear()
     deepgemm_package.package_unavailable.cache_clear()
     monkeypatch.setattr(
         check_module, "probe_or_assume", lambda device: (dict([reasons[missing]]), "")

@@ -25,7 +25,11 @@ def test_who_cannot_is_named():
 
 
 @pytest.mark.parametrize(
-    "name", ["local", "allgather", "copy_engine", "symm", "deepep", "deepep_low_latency"]
+    "name",
+    [
+        *("local", "allgather", "copy_engine", "symm"),
+        *("deepep", "deepep_hosts", "deepep_low_latency"),
+    ],
 )
 def test_exchanges_that_never_wait_on_the_host(name):
     assert selection(all2all=name).graph_unsupported_reason is None

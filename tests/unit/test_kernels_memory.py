@@ -76,6 +76,16 @@ def test_deepep():
     assert total("deepep_low_latency") == rows * (4 * (4096 + 64) + 2 * (2 * 2048 + 3 * 768))
 
 
+def test_deepep_between_hosts():
+    """One memory holds the queues of other hosts or the rows of decodes, whichever is more, beside NVLink's queues."""
+    shape = replace(QWEN, num_experts=128, num_nodes=2, num_ranks=16, max_num_seqs=128)
+    kept = backend_class("all2all", "deepep_hosts").kept_bytes
+    decodes, queues = 4 * 128 * 128 * (4096 + 64), 16 * (4096 + 128 * 16 + 8)
+    assert kept(shape) == 8 * 288 * queues + decodes
+    few = replace(shape, max_num_seqs=1)
+    assert kept(few) == (8 * 288 + 2 * 128 * 2) * queues
+
+
 def test_ubatches_hold_an_exchange_and_a_workspace_each():
     chosen = selection("symm", attention="flashinfer")
     whole, cut = of(chosen, 4), of(chosen, 4, num_ubatches=2)

@@ -23,7 +23,7 @@ ALLOWED = {
     "fastapi": ("cluster",),
     "starlette": ("cluster",),
     "uvicorn": ("cluster",),
-    "deep_ep": ("kernels/all2all/deepep.py",),
+    "deep_ep": ("kernels/all2all/deepep_package.py",),
     "deep_gemm": ("kernels/grouped_gemm/deepgemm_package.py",),
     "flashinfer": (
         "kernels/attention/flashinfer.py",
@@ -156,7 +156,7 @@ def test_imports_go_one_way():
         ("workers/engine/engine.py", "def f():\n    import ray"),
         ("workers/engine/engine.py", "from fastapi import FastAPI"),
         ("kernels/backends/select.py", "def f():\n    import deep_ep"),
-        ("kernels/all2all/deepep.py", "import deep_ep"),
+        ("kernels/all2all/deepep_package.py", "import deep_ep"),
     ],
 )
 def test_the_rule_catches(path: str, source: str):
@@ -229,7 +229,7 @@ def test_a_module_that_imports_torch_later_is_found() -> None:
             "workers/rank/actor.py",
             "import ray\nfrom kernels.interface.config import KernelsConfig",
         ),
-        ("kernels/all2all/deepep.py", "def f():\n    import deep_ep"),
+        ("kernels/all2all/deepep_package.py", "def f():\n    import deep_ep"),
     ],
 )
 def test_the_rule_allows(path: str, source: str):

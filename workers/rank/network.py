@@ -67,7 +67,7 @@ def address_towards(host: str) -> str:
 
 
 def bind_to_address(environment: MutableMapping[str, str], address: str) -> None:
-    """Let gloo and NCCL use the interface of `address`, before either starts. Settings of the user stay."""
+    """Let gloo, NCCL and NVSHMEM use the interface of `address`, before they start. Settings of the user stay."""
     interface = interface_of(address)
     if interface is None:
         return
@@ -75,6 +75,7 @@ def bind_to_address(environment: MutableMapping[str, str], address: str) -> None
     environment.setdefault(
         "NCCL_SOCKET_IFNAME", f"={interface}"
     )  # without "=" it would be a prefix
+    environment.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", interface)
 
 
 def _ipv4_interfaces() -> dict[str, str]:

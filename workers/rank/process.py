@@ -186,6 +186,7 @@ class RankProcess:
             rows_per_seq=self.config.speculation.rows_per_seq,
             decodes=self.pooling is None,
             adapters=bool(self.config.lora.max_loras),
+            max_rows=self.selection.all2all_class.graph_rows(self.shape),
         )
 
     def enter(self, epoch: ClosableEpoch) -> None:

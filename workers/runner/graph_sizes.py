@@ -174,6 +174,7 @@ def graphs_to_capture(
     decodes: bool = True,
     drafts: bool = False,
     adapters: bool = False,
+    max_rows: int | None = None,
 ) -> GraphSizes:
     """Return the sizes of a rank's graphs; none where graphs are off or unavailable.
 
@@ -182,12 +183,15 @@ def graphs_to_capture(
     decodes        whether the model decodes
     drafts         whether all passes of a draft model can be captured
     adapters       whether sequences may have adapters
+    max_rows       most rows of a step that the all-to-all can be captured with; None: of any step
 
     Raises GraphsUnavailableError if the configuration demands graphs that are unavailable.
     """
     if graphs_off(scheduler.cuda_graphs, selection, device.type) is not None:
         return GraphSizes()
     sizes, max_tokens = scheduler.cuda_graph_sizes, scheduler.max_num_batched_tokens
+    if max_rows is not None:
+        max_tokens = min(max_tokens, max_rows)
     max_decodes = min(scheduler.max_num_seqs, max_tokens)
     max_verify = min(max_decodes * rows_per_seq, max_tokens) if mixed and rows_per_seq > 1 else 0
     if sizes == "auto":
