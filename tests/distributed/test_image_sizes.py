@@ -18,7 +18,7 @@ from tests.distributed.engine_harness import rank_config, run_engines
 from tests.distributed.reference import check
 from tests.family_cases import SIZES
 from tests.image_case import Prompt, arrivals, image_checkpoint, references, scaled
-from tests.unit.image_case import as_file, noise
+from tests.unit.image_case import as_file, image_at, noise
 from workers.models.registry import load_model_config
 
 THUMBNAIL, PHOTOGRAPH = (28, 28), (2000, 1500)
@@ -77,7 +77,7 @@ def test_a_thumbnail_and_a_photograph(rank_pool: Any, tmp_path: Path, family: st
     assert spec is not None
     pictures = [noise(*THUMBNAIL), noise(*PHOTOGRAPH)]
     images = [
-        open_image(number, as_file(picture), case.geometry, 2**26).read(0)
+        open_image(image_at("", number), as_file(picture), case.geometry, 2**26).read(0)
         for number, picture in enumerate(pictures)
     ]
     assert tuple(image.num_tokens for image in images) == case.num_tokens
