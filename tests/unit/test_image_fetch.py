@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from cluster.api.images.fetch import Fetcher, is_public
 from cluster.api.images.settings import ImageSettings
 from cluster.errors import BadRequestError, OverloadedError
 from tests.unit.image_case import PAD, image_at
+from tests.unit.video_case import VIDEOS, video_at
 
 FILE = bytes(range(256)) * 8
 
@@ -178,6 +180,20 @@ def test_addresses_are_checked_where_they_are_connected_to(monkeypatch: pytest.M
 )
 def test_public_addresses(address: str, public: bool) -> None:
     assert is_public(address) == public
+
+
+def test_a_video_has_a_limit_of_its_own() -> None:
+    async def test(port: int, asked: list[str]) -> None:
+        url = f"http://127.0.0.1:{port}/a.mp4"
+        found = fetcher(port, videos=VIDEOS, max_image_bytes=len(FILE) - 1)
+        async with found.fetched([video_at(url)]) as files:
+            assert files == {url: FILE}
+        small = replace(VIDEOS, max_video_bytes=len(FILE) - 1)
+        with pytest.raises(BadRequestError, match=r"video 3: .*serve\.videos\.max_video_bytes"):
+            async with fetcher(port, videos=small).fetched([video_at(url, 3)]):
+                pytest.fail("it was fetched")
+
+    scene(test)
 
 
 def test_all_files_together_have_a_limit() -> None:

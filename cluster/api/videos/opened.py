@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from PIL import Image
+
 from cluster.api.images.geometry import cut, resized
 from cluster.api.images.medium import INVALID, MediaKind, Medium, numbered
 from cluster.api.images.opened import as_input
@@ -69,10 +71,13 @@ class OpenedVideo:
     def _patches(self) -> Iterator[tuple[tuple[int, int], bytes]]:
         rules, clip = self.rules, self.source.clip
         missing = -len(self.frames) % rules.per_token
-        images, grid = [], self.grid[1:]
+        images: list[Image.Image] = []
+        grid: tuple[int, int] | None = None
         for image in self.source.read(self.frames + self.frames[-1:] * missing):
-            if (image.width > image.height) != (clip.width > clip.height):
-                grid = self.rules.grid(len(self.frames), clip.height, clip.width)[1:]
+            if grid is None:  # all frames are turned as the first one
+                turned = (image.width > image.height) != (clip.width > clip.height)
+                size = (clip.height, clip.width) if turned else (clip.width, clip.height)
+                grid = rules.grid(len(self.frames), *size)[1:]
             images.append(resized(image, grid, rules.patch_size, rules.resample))
             if len(images) == rules.per_token:
                 pixels = cut(images, rules.patch_size, rules.merge_size, rules.per_token)
