@@ -26,6 +26,7 @@ from cluster.api.request.sampling import SamplingBuilder
 from cluster.api.request.tool_options import ToolOptions
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer, TokenizerSource, load_tokenizer
+from cluster.api.videos.source import is_installed
 from cluster.errors import BadRequestError, ContextLengthError, NotFoundError
 from workers.wire.request import ImageInput, SamplingParams
 
@@ -231,6 +232,8 @@ def load_drafter(source: TokenizerSource, settings: ApiSettings) -> Drafter:
     if settings.images is None:
         return drafter
     prepare()
+    if settings.images.videos is not None:
+        is_installed()  # each child would import PyAV again
     return drafter.with_images({})
 
 
