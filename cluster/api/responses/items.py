@@ -172,7 +172,7 @@ def _part_text(part: Any, where: str) -> str:
         known = f"must be {' or '.join(_TEXT_PARTS)}{what}; users and outputs may have input_image"
         reason = REFUSED.get(kind) if isinstance(kind, str) else None
         raise BadRequestError(
-            f"{where}.type: {reason}" if reason else f"{where}.type {known}",
+            f"{where}.type {kind!r}: {reason}" if reason else f"{where}.type {known}",
             param=f"{where}.type",
             code="unsupported_content_part",
         )
