@@ -1,6 +1,7 @@
 """Random checkpoints with vision towers, prompts with images, and what transformers generates for them."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,16 @@ class Prompt:
                 token_ids += part
         return cls(token_ids, tuple(images))
 
+    def inputs(self, spec: VisionSpec) -> dict[str, torch.Tensor]:
+        """What transformers' model takes beside the tokens."""
+        if not self.images:
+            return {}
+        return {
+            "pixel_values": torch.cat([scaled(image, spec) for image in self.images]),
+            "image_grid_thw": torch.tensor([image.grid_thw for image in self.images]),
+            "mm_token_type_ids": (torch.tensor([self.token_ids]) == PLACEHOLDER).int(),
+        }
+
     def request(self, name: str, **params: Any) -> EngineRequest:
         """A greedy request."""
         return replace(make_request(name, self.token_ids, **params), images=self.images)
@@ -99,7 +110,7 @@ def prompts(spec: VisionSpec, count: int) -> list[Prompt]:
     return found
 
 
-def references(folder: Path, asked: list[Prompt], device: str = "cpu") -> list[Reference]:
+def references(folder: Path, asked: Sequence[Prompt], device: str = "cpu") -> list[Reference]:
     """What transformers generates in float32, greedily."""
     from transformers import AutoModelForImageTextToText
 
@@ -110,16 +121,6 @@ def references(folder: Path, asked: list[Prompt], device: str = "cpu") -> list[R
     found = []
     for prompt in asked:
         ids = torch.tensor([prompt.token_ids], device=device)
-        of_images: dict[str, torch.Tensor] = {}
-        if prompt.images:
-            pixels = torch.cat([scaled(image, spec) for image in prompt.images])
-            grids = torch.tensor([image.grid_thw for image in prompt.images])
-            types = (ids == PLACEHOLDER).int()
-            of_images = {
-                "pixel_values": pixels,
-                "image_grid_thw": grids,
-                "mm_token_type_ids": types,
-            }
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -130,7 +131,7 @@ def references(folder: Path, asked: list[Prompt], device: str = "cpu") -> list[R
             pad_token_id=0,
             output_logits=True,
             return_dict_in_generate=True,
-            **{name: value.to(device) for name, value in of_images.items()},
+            **{name: value.to(device) for name, value in prompt.inputs(spec).items()},
         )
         logits = torch.cat(out.logits).float().cpu().numpy()
         tokens = out.sequences[0, len(prompt.token_ids) :].tolist()
@@ -138,7 +139,7 @@ def references(folder: Path, asked: list[Prompt], device: str = "cpu") -> list[R
     return found
 
 
-def arrivals(asked: list[Prompt], num_ranks: int) -> list[Event]:
+def arrivals(asked: Sequence[Prompt], num_ranks: int) -> list[Event]:
     """All prompts in turn at all ranks, in the first steps."""
     return [
         Event(

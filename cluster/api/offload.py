@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from cluster.api.images.body_size import check_before_parsing, check_parsed
 from cluster.api.images.fetch import Fetcher
-from cluster.api.images.source import UnreadImages
+from cluster.api.images.medium import Medium, UnreadImages
 from cluster.api.request.draft import Drafter, EngineFacts, load_drafter
 from cluster.api.request.grammar_check import GrammarChecker
 from cluster.api.request.json_body import parse_json_object
@@ -64,7 +64,7 @@ class Offload:
             return await self.run(_with_body, work, body, *args, sender=sender)
         except UnreadImages as images:
             return await sender.while_connected(
-                self._with_images(sender.name, images.urls, work, body, args)
+                self._with_images(sender.name, images.remote, work, body, args)
             )
 
     async def run(self, work: Callable[..., _Result], *args: Any, sender: Sender) -> _Result:
@@ -83,13 +83,13 @@ class Offload:
     async def _with_images(
         self,
         caller: str,
-        urls: list[tuple[int, str]],
+        remote: list[Medium],
         work: Callable[..., _Result],
         body: bytes,
         args: tuple[Any, ...],
     ) -> _Result:
         assert self._fetcher is not None, "the model takes text alone"
-        async with self._fetcher.fetched(urls) as files:
+        async with self._fetcher.fetched(remote) as files:
             return await self._in_process(caller, _with_files, (files, work, body, *args))
 
     async def _in_process(

@@ -23,7 +23,7 @@ from cluster.commands.check_host_memory import (
     too_little_memory,
     transfer_unavailable,
 )
-from cluster.commands.check_images import images_line
+from cluster.commands.check_images import images_line, videos_line
 from cluster.commands.check_memory import RankRow, rank_rows, too_little_on_gpu
 from cluster.commands.check_room import refuse_too_large
 from cluster.commands.check_steps import (
@@ -61,7 +61,7 @@ class CheckReport:
 
     group          its name and role; None if the server has one group
     task           what the server answers with, and how it is made of the hidden states of a prompt
-    images         which images requests may have
+    images, videos   which of them requests may have
     checkpoint     of the Hub: the model, its commit, and the branches and tags that lead there; None for a folder
     steps          what of `cuda_graphs`, ubatches, cascade and speculation comes to pass, and why
     alternatives   family to the backends that were not chosen, with why they cannot run, "" for those that could
@@ -73,6 +73,7 @@ class CheckReport:
     checkpoint: str | None
     task: str
     images: str
+    videos: str
     ranks: list[RankRow]
     backends: dict[str, dict[str, str]]
     steps: dict[str, str]
@@ -136,6 +137,7 @@ def check(
         checkpoint=_checkpoint(config.model),
         task="generate" if model.pooling is None else str(model.pooling),
         images=images_line(config, rank_config, model),
+        videos=videos_line(config, model),
         ranks=ranks,
         backends=_backend_lines(selection),
         steps={
@@ -277,6 +279,7 @@ def render(report: CheckReport, console: Console) -> None:
         console.print(f"checkpoint: {report.checkpoint}", soft_wrap=True)
     console.print(f"task: {report.task}", soft_wrap=True)
     console.print(f"images: {report.images}", soft_wrap=True)
+    console.print(f"videos: {report.videos}", soft_wrap=True)
     console.print(_rank_table(report.ranks))
     console.print("backends", style="bold")
     for family, choice in report.backends.items():

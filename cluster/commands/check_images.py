@@ -1,5 +1,6 @@
-"""`phalanx check`: the images that requests may have, and what a rank does with them, in words."""
+"""`phalanx check`: the images and videos that requests may have, and what a rank does with them, in words."""
 
+from cluster.api.videos.source import is_installed
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.ingress.image_settings import image_settings
 from workers.config import RankConfig
@@ -11,12 +12,7 @@ def images_line(config: PhalanxConfig, rank_config: RankConfig, model: ModelConf
     """Return which images requests may have, where they may come from, and what a rank computes and keeps of them."""
     found = image_settings(config, model)
     if found is None or model.vision is None:
-        left_out = config.model.language_model_only and bool(model.skipped_parts)
-        return "none: " + (
-            "model.language_model_only leaves the vision tower out"
-            if left_out
-            else "the model takes text alone"
-        )
+        return _none(config, model)
     geometry, limits = found.geometry, ImageLimits.of(rank_config, model.vision)
     unit = (geometry.patch_size * geometry.merge_size) ** 2
     frames = geometry.frames if geometry.counts_frames else 1
@@ -29,4 +25,32 @@ def images_line(config: PhalanxConfig, rank_config: RankConfig, model: ModelConf
     return (
         f"up to {found.max_images} a request, each of at most {most} tokens ({unit} pixels a token); "
         f"from {', '.join(origins)}; {limits.per_step:,} tokens beside a step, embeddings of {limits.cache:,} are kept"
+    )
+
+
+def videos_line(config: PhalanxConfig, model: ModelConfig) -> str:
+    """Return which videos requests may have, and in which forms."""
+    found = image_settings(config, model)
+    if found is None:
+        return _none(config, model)
+    videos = found.videos
+    if videos is None:
+        return f"none: {found.no_videos}"
+    rules = videos.rules
+    tokens = rules.max_pixels // (rules.per_token * rules.unit**2)
+    files = "files and lists of frames"
+    if not is_installed():
+        files = "lists of frames; files need PyAV (pip install 'phalanx[video]')"
+    return (
+        f"up to {videos.max_videos} a request, each of at most {rules.most_frames} frames and {tokens} tokens; "
+        f"{files}"
+    )
+
+
+def _none(config: PhalanxConfig, model: ModelConfig) -> str:
+    left_out = config.model.language_model_only and bool(model.skipped_parts)
+    return "none: " + (
+        "model.language_model_only leaves the vision tower out"
+        if left_out
+        else "the model takes text alone"
     )

@@ -5,11 +5,12 @@ from pathlib import Path
 
 from cluster.config.errors import Problem
 from cluster.config.phalanx_config import PhalanxConfig
+from workers.models.vision.reads import read_video_processor
 from workers.specs.model import ModelConfig
 
 
 def check_images(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[Problem]:
-    """Yield the problems of serve.images and of the places of images."""
+    """Yield the problems of serve.images, serve.videos and of the places of images and videos."""
     serve, images = config.serve, config.serve.images
     folder = serve.allowed_media_folder
     if folder is not None and not Path(folder).is_dir():
@@ -33,6 +34,17 @@ def check_images(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[P
                 f"{value} is more than the {limit} of the checkpoint's processor",
                 ("model.path",),
             )
+    given, value = (
+        read_video_processor(Path(config.model.folder)).get("size"),
+        serve.videos.max_pixels,
+    )
+    of_videos = given.get("longest_edge") if isinstance(given, dict) else None
+    if value is not None and of_videos is not None and value > of_videos:
+        yield Problem(
+            "serve.videos.max_pixels",
+            f"{value} is more than the {of_videos} of the checkpoint's video processor",
+            ("model.path",),
+        )
     uploads = serve.limits.max_upload_bytes
     if uploads < images.max_body_bytes:
         yield Problem(

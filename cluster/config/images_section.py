@@ -15,18 +15,20 @@ class ImagesConfig(Section):
     max_source_pixels: int = Field(
         64 * 1024 * 1024,
         ge=1,
-        description="Width times height of an image as it was sent; checked before it is decoded.",
+        description="Width times height of an image, or of a frame of a video, as it was sent; checked before it is "
+        "decoded.",
     )
     max_body_bytes: int = Field(
         64 * 1024 * 1024,
         ge=1024,
-        description="Largest request body with images in it; all else of it has serve.limits.max_body_bytes.",
+        description="Largest request body with images and videos in it; all else of it has "
+        "serve.limits.max_body_bytes.",
     )
     max_open_bytes: int = Field(
         2 * 1024**3,
         ge=1024 * 1024,
-        description="Bytes of the pixels of all open requests in one HTTP process, which keeps them until the answers "
-        "end; more get a 429.",
+        description="Bytes of the pixels of images and videos of all open requests in one HTTP process, which keeps "
+        "them until the answers end; more get a 429.",
     )
     min_pixels: int | None = Field(
         None, ge=1, description="Smaller images are enlarged; null = as the checkpoint has it."
@@ -37,5 +39,7 @@ class ImagesConfig(Section):
         description="Larger images are reduced; null = as the checkpoint has it, which is also the most.",
     )
     fetch_timeout_s: float = Field(
-        10.0, gt=0, description="Seconds for the images that a request names by http(s) URLs."
+        10.0,
+        gt=0,
+        description="Seconds for the images and videos that a request names by http(s) URLs.",
     )

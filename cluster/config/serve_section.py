@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cluster.config.images_section import ImagesConfig
+from cluster.config.videos_section import VideosConfig
 from workers.log import LogFormat, LogLevel
 from workers.section import Auto, Section
 
@@ -245,17 +246,18 @@ class ServeConfig(Section):
     )
     allowed_media_domains: list[_Domain] = Field(
         default_factory=list,
-        description="Hosts from which the server fetches images that requests name by http(s) URLs, such as "
+        description="Hosts from which the server fetches images and videos that requests name by http(s) URLs, such as "
         "images.example, *.example.com for all hosts below, host:8443 for another port, * for all hosts; never from "
         "addresses that are not public. Empty = from none.",
     )
     allowed_media_folder: str | None = Field(
         None,
         min_length=1,
-        description="Folder below which requests may name images by file:// URLs, on the nodes of the HTTP processes; "
-        "relative to the YAML's folder; null = none.",
+        description="Folder below which requests may name images and videos by file:// URLs, on the nodes of the HTTP "
+        "processes; relative to the YAML's folder; null = none.",
     )
     images: ImagesConfig = Field(default_factory=ImagesConfig)
+    videos: VideosConfig = Field(default_factory=VideosConfig)
     responses_store: ResponsesStoreConfig = Field(default_factory=ResponsesStoreConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)

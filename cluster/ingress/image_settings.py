@@ -1,4 +1,4 @@
-"""The images that an ingress takes, from the configuration, the model and its image processor."""
+"""The images and videos that an ingress takes, from the configuration, the model and its image processor."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from cluster.api.images.geometry import Geometry
 from cluster.api.images.settings import ImageSettings
 from cluster.config.phalanx_config import PhalanxConfig
+from cluster.ingress.video_settings import video_settings
 from workers.images.limits import ImageLimits
 from workers.models.config_reader import read_json
 from workers.models.vision.reads import read_processor
@@ -37,11 +38,14 @@ def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings |
         counts_frames=spec.counted_frames > 1,
         resample=processor.get("resample", Geometry.resample),
     )
+    videos = video_settings(config, spec, limits)
     return ImageSettings(
         token_id=read_json(Path(folder), "config.json", required=True)["image_token_id"],
         geometry=geometry.within(serve.images.min_pixels, serve.images.max_pixels),
         allowed_domains=tuple(serve.allowed_media_domains),
         allowed_folder=serve.allowed_media_folder,
         max_request_tokens=limits.cache,
+        videos=None if isinstance(videos, str) else videos,
+        no_videos=videos if isinstance(videos, str) else "",
         **serve.images.model_dump(exclude={"min_pixels", "max_pixels"}),
     )

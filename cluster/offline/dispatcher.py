@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cluster.api.answer.events import error_body, to_json
 from cluster.api.backend import EngineBackend
 from cluster.api.images.fetch import Fetcher
-from cluster.api.images.source import UnreadImages
+from cluster.api.images.medium import UnreadImages
 from cluster.api.messages.envelope import error_object
 from cluster.api.messages.routes import MessageDraft, draft_message, prepare_message
 from cluster.api.pooling.draft import PoolingDraft, check_pooling
@@ -111,7 +111,7 @@ class Dispatcher:
             return await asyncio.to_thread(route.draft, self._drafter, body, facts)
         except UnreadImages as images:
             assert self._fetcher is not None, "the model takes text alone"
-            async with self._fetcher.fetched(images.urls) as files:
+            async with self._fetcher.fetched(images.remote) as files:
                 drafter = self._drafter.with_images(files)
                 return await asyncio.to_thread(route.draft, drafter, body, facts)
 

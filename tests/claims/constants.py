@@ -12,6 +12,7 @@ from cluster.commands import check_cluster, reaper, start
 from cluster.config.images_section import ImagesConfig
 from cluster.config.phalanx_config import ClusterConfig
 from cluster.config.serve_section import LimitsConfig, ResponsesStoreConfig
+from cluster.config.videos_section import VideosConfig
 from cluster.ingress import http_protocol
 from cluster.offline import engine
 from cluster.supervisor import (
@@ -216,6 +217,11 @@ def images() -> Iterator[str]:
     yield f"| `max_body_bytes` | {limits['max_body_bytes'] >> 20} MiB of a body"
     yield f"| `max_open_bytes` | {limits['max_open_bytes'] >> 30} GiB of pixels"
     yield f"| `fetch_timeout_s` | {limits['fetch_timeout_s']:.0f} s |"
+    videos = {name: field.default for name, field in VideosConfig.model_fields.items()}
+    yield f"| `max_videos` | {videos['max_videos']} of a request |"
+    yield f"| `max_video_bytes` | {videos['max_video_bytes'] >> 20} MiB of a file"
+    yield f"| `max_frames` | {videos['max_frames']} of a video |"
+    yield f"A body has {ApiSettings.body_cpu_s:.0f} s of processor time"
     yield f"a token of Qwen3.6 has {Geometry().bytes_of_token >> 10} KiB"
 
 

@@ -11,7 +11,16 @@ import pytest
 
 from tests.checkpoints.writer import make_checkpoint
 from tests.serve.server import Server, running
-from tests.unit.image_case import PAD, add_vision_tokens, as_file, data_url, image_part, noise
+from tests.unit.image_case import (
+    PAD,
+    VIDEO_PAD,
+    add_vision_tokens,
+    as_file,
+    data_url,
+    image_part,
+    noise,
+)
+from tests.unit.video_case import frames_of, frames_url, video_part
 
 A, B = as_file(noise(40, 24)), as_file(noise(64, 64, 1), "JPEG")  # 15 and 64 tokens
 SIZES = {"num_layers": 3, "hidden_size": 32, "num_experts": 6, "vocab_size": 384}
@@ -25,7 +34,12 @@ def eyes(
     """In the Ray of the shared server."""
     folder = tmp_path_factory.mktemp("images")
     checkpoint = make_checkpoint(
-        folder / "model", family="qwen3_5_moe", vision=True, image_token_id=PAD, **SIZES
+        folder / "model",
+        family="qwen3_5_moe",
+        vision=True,
+        image_token_id=PAD,
+        video_token_id=VIDEO_PAD,
+        **SIZES,
     )
     add_vision_tokens(checkpoint)
     (folder / "media").mkdir()
@@ -66,6 +80,17 @@ def test_openai_chat(client: openai.OpenAI, eyes: Server) -> None:
     assert other.choices[0].message.content != first.choices[0].message.content
     both = ask(client, image_part(A), image_part(B))
     assert both.usage.prompt_tokens_details.image_tokens == 79
+
+
+def test_a_video(client: openai.OpenAI) -> None:
+    video = video_part(frames_url(frames_of(4, 40, 24)))
+    first, again = ask(client, video, image_part(A)), ask(client, video, image_part(A))
+    details = first.usage.prompt_tokens_details
+    assert (details.image_tokens, details.video_tokens) == (15, 30)
+    assert first.choices[0].message.content == again.choices[0].message.content
+    other = ask(client, video_part(frames_url(frames_of(4, 40, 24, 1))), image_part(A))
+    assert other.usage.prompt_tokens == first.usage.prompt_tokens
+    assert other.choices[0].message.content != first.choices[0].message.content
 
 
 def test_a_stream_with_an_image_outlives_its_rank(client: openai.OpenAI, eyes: Server) -> None:

@@ -15,20 +15,22 @@ from PIL import Image
 from tokenizers import AddedToken
 
 from cluster.api.images.geometry import Geometry
+from cluster.api.images.medium import Medium
 from cluster.api.images.settings import ImageSettings
 from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
 from scripts.byte_tokenizer import byte_tokenizer, save_tokenizer
 from tests.unit.api_fakes import Api, FakeBackend, tiny_checkpoint
 
-VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
-START, END, PAD = 259, 260, 261
-# As Qwen3-VL's: parts one after another, an image as a placeholder between two marks.
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+START, END, PAD, VIDEO_PAD = 259, 260, 261, 262
+# As Qwen3-VL's: parts one after another, an image or a video as a placeholder between two marks.
 TEMPLATE = r"""
 {%- macro render(content) -%}
   {%- if content is string -%}{{- content -}}
   {%- else -%}
     {%- for part in content -%}
       {%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+      {%- elif part.type == 'video' -%}{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
       {%- elif 'text' in part -%}{{- part.text -}}{%- endif -%}
     {%- endfor -%}
   {%- endif -%}
@@ -44,19 +46,21 @@ SMALL = Geometry(patch_size=4, merge_size=2, min_pixels=64, max_pixels=64 * 64)
 _FOLDER = TemporaryDirectory()  # kept to the end: processes of bodies load the tokenizer from there
 
 
-def add_vision_tokens(folder: Path) -> None:
-    """Give a checkpoint with the byte tokenizer the tokens of images, and the template."""
+def add_vision_tokens(
+    folder: Path, tokens: tuple[str, ...] = VISION_TOKENS, template: str = TEMPLATE
+) -> None:
+    """Give a checkpoint with the byte tokenizer the tokens of images and videos, and the template."""
     tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in VISION_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in tokens])
     save_tokenizer(folder, tokenizer, 4096)
     path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) | {"chat_template": TEMPLATE}
+    settings = json.loads(path.read_text()) | {"chat_template": template}
     path.write_text(json.dumps(settings))
 
 
 @cache
 def vision_tokenizer() -> ServingTokenizer:
-    """Id b < 256 is byte b; START, END and PAD are those of images."""
+    """Id b < 256 is byte b; START, END, PAD and VIDEO_PAD are those of images and videos."""
     folder = tiny_checkpoint(Path(_FOLDER.name) / "vision")
     add_vision_tokens(folder)
     return load_tokenizer(folder)
@@ -82,6 +86,11 @@ def as_file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 def data_url(data: bytes, media_type: str = "image/png") -> str:
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def image_at(url: str, number: int = 0) -> Medium:
+    """An image of a request by its URL."""
+    return Medium("image", number, url)
 
 
 def image_part(data: bytes) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def test_errors_have_the_shape_of_their_route(api: Api) -> None:
     ("part", "message"),
     [
         ({"type": "input_audio", "input_audio": {}}, "audio is not served"),
-        ({"type": "video_url", "video_url": {"url": "x"}}, "videos are not served"),
+        ({"type": "audio_url", "audio_url": {"url": "x"}}, "audio is not served, because no"),
         ({"type": "file", "file": {}}, "files are not served"),
         ({"type": "hologram"}, "parts may be text"),
         ({"type": ["image_url"]}, "parts may be text"),

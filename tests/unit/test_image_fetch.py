@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from aiohttp import web
 from cluster.api.images.fetch import Fetcher, is_public
 from cluster.api.images.settings import ImageSettings
 from cluster.errors import BadRequestError, OverloadedError
-from tests.unit.image_case import PAD
+from tests.unit.image_case import PAD, image_at
+from tests.unit.video_case import VIDEOS, video_at
 
 FILE = bytes(range(256)) * 8
 
@@ -75,13 +77,15 @@ def test_files_are_held_while_they_are_used() -> None:
     async def test(port: int, asked: list[str]) -> None:
         found = fetcher(port)
         first, moved = (f"http://127.0.0.1:{port}/{name}" for name in ("a.png", "moved"))
-        async with found.fetched([(0, first), (2, moved), (3, first)]) as files:
+        async with found.fetched(
+            [image_at(first, 0), image_at(moved, 2), image_at(first, 3)]
+        ) as files:
             assert files == {first: FILE, moved: FILE} and found.num_bytes == 2 * len(FILE)
         assert found.num_bytes == 0 and sorted(asked) == ["/a.png", "/a.png", "/moved"]
         async with found.fetched([]) as files:
             assert files == {}
         squeezed = f"http://127.0.0.1:{port}/squeezed"
-        async with found.fetched([(0, squeezed)]) as files:
+        async with found.fetched([image_at(squeezed, 0)]) as files:
             assert (
                 files[squeezed] == b"no gzip"
             )  # never unpacked, so no small answer is a large file
@@ -103,7 +107,7 @@ def test_what_is_not_fetched(path: str, message: str) -> None:
         found = fetcher(port, max_image_bytes=10_000)
         good, bad = (f"http://127.0.0.1:{port}/{name}" for name in ("a.png", path))
         with pytest.raises(BadRequestError, match=message) as error:
-            async with found.fetched([(0, good), (4, bad)]):
+            async with found.fetched([image_at(good, 0), image_at(bad, 4)]):
                 pytest.fail("it was fetched")
         assert error.value.message.startswith("image 4: ") and error.value.param == "messages"
         assert found.num_bytes == 0
@@ -115,7 +119,7 @@ def test_a_file_that_does_not_come_in_time() -> None:
     async def test(port: int, asked: list[str]) -> None:
         found = fetcher(port, fetch_timeout_s=0.1)
         with pytest.raises(BadRequestError, match=r"image 4: .* did not send it within 0\.1 s"):
-            async with found.fetched([(4, f"http://127.0.0.1:{port}/never")]):
+            async with found.fetched([image_at(f"http://127.0.0.1:{port}/never", 4)]):
                 pytest.fail("it was fetched")
         assert found.num_bytes == 0
 
@@ -129,7 +133,7 @@ def test_nothing_listens() -> None:
 
         async def test(_port: int, asked: list[str]) -> None:
             with pytest.raises(BadRequestError, match="could not be fetched"):
-                async with fetcher(port).fetched([(0, f"http://127.0.0.1:{port}/a.png")]):
+                async with fetcher(port).fetched([image_at(f"http://127.0.0.1:{port}/a.png", 0)]):
                     pytest.fail("it was fetched")
 
         scene(test)
@@ -151,7 +155,7 @@ def test_addresses_are_checked_where_they_are_connected_to(monkeypatch: pytest.M
         found = fetcher(port, public=True)
         for name in ("localhost", "127.0.0.1"):
             with pytest.raises(BadRequestError, match="an address that is not public"):
-                async with found.fetched([(0, f"http://{name}:{port}/a.png")]):
+                async with found.fetched([image_at(f"http://{name}:{port}/a.png", 0)]):
                     pytest.fail("it was fetched")
         assert asked == []
 
@@ -178,10 +182,24 @@ def test_public_addresses(address: str, public: bool) -> None:
     assert is_public(address) == public
 
 
+def test_a_video_has_a_limit_of_its_own() -> None:
+    async def test(port: int, asked: list[str]) -> None:
+        url = f"http://127.0.0.1:{port}/a.mp4"
+        found = fetcher(port, videos=VIDEOS, max_image_bytes=len(FILE) - 1)
+        async with found.fetched([video_at(url)]) as files:
+            assert files == {url: FILE}
+        small = replace(VIDEOS, max_video_bytes=len(FILE) - 1)
+        with pytest.raises(BadRequestError, match=r"video 3: .*serve\.videos\.max_video_bytes"):
+            async with fetcher(port, videos=small).fetched([video_at(url, 3)]):
+                pytest.fail("it was fetched")
+
+    scene(test)
+
+
 def test_all_files_together_have_a_limit() -> None:
     async def test(port: int, asked: list[str]) -> None:
         found = fetcher(port, max_open_bytes=3 * len(FILE))
-        urls = [(i, f"http://127.0.0.1:{port}/{i}") for i in range(2)]
+        urls = [image_at(f"http://127.0.0.1:{port}/{i}", i) for i in range(2)]
         async with found.fetched(urls):
             with pytest.raises(OverloadedError, match="try again later"):
                 async with found.fetched(urls):

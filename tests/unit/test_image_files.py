@@ -9,7 +9,7 @@ from PIL import Image
 from cluster.api.images.geometry import Geometry
 from cluster.api.images.opened import open_image
 from cluster.errors import BadRequestError
-from tests.unit.image_case import SMALL, as_file, noise, png
+from tests.unit.image_case import SMALL, as_file, image_at, noise, png
 
 PLAIN = Geometry(patch_size=1, merge_size=1, frames=1, min_pixels=1, max_pixels=2**22)
 """One pixel a token, so that patches are the pixels of the file."""
@@ -18,7 +18,7 @@ LIMIT = 2**20
 
 def pixels_of(data: bytes) -> np.ndarray:
     """The pixels [height, width, 3] as the model gets them."""
-    found = open_image(3, data, PLAIN, LIMIT).read(0)
+    found = open_image(image_at("", 3), data, PLAIN, LIMIT).read(0)
     rows, columns = found.grid_thw[1:]
     return np.frombuffer(found.pixels, np.uint8).reshape(rows, columns, 3)
 
@@ -104,22 +104,24 @@ def test_an_animation_is_its_first_frame(kind: str) -> None:
 )
 def test_files_that_cannot_be_read(data: bytes, message: str) -> None:
     with pytest.raises(BadRequestError, match=message) as error:
-        open_image(7, data, SMALL, LIMIT).read(0)
+        open_image(image_at("", 7), data, SMALL, LIMIT).read(0)
     assert error.value.message.startswith("image 7: it ") and error.value.param == "messages"
 
 
 def test_the_digest_is_of_pixels_and_grid() -> None:
     image = noise(16, 8)
-    first = open_image(0, as_file(image), SMALL, LIMIT).read(5)
-    again = open_image(1, as_file(image, "BMP"), SMALL, LIMIT).read(9)
+    first = open_image(image_at("", 0), as_file(image), SMALL, LIMIT).read(5)
+    again = open_image(image_at("", 1), as_file(image, "BMP"), SMALL, LIMIT).read(9)
     assert first.digest == again.digest and (first.offset, again.offset) == (5, 9)
     assert first.num_tokens * SMALL.bytes_of_token == len(first.pixels)
     others = [
-        open_image(0, as_file(it), SMALL, LIMIT).read(5).digest
+        open_image(image_at("", 0), as_file(it), SMALL, LIMIT).read(5).digest
         for it in (noise(16, 8, 1), image.transpose(Image.Transpose.ROTATE_90), noise(24, 8))
     ]
     smaller = SMALL.within(None, 64)
-    others.append(open_image(0, as_file(image), smaller, LIMIT).read(5).digest)
+    others.append(open_image(image_at("", 0), as_file(image), smaller, LIMIT).read(5).digest)
     white = [Image.new("RGB", size, "white") for size in ((16, 8), (8, 16))]
-    others += [open_image(0, as_file(it), SMALL, LIMIT).read(5).digest for it in white]
+    others += [
+        open_image(image_at("", 0), as_file(it), SMALL, LIMIT).read(5).digest for it in white
+    ]
     assert len({first.digest, *others}) == 7

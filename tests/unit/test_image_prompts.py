@@ -20,6 +20,7 @@ from tests.unit.image_case import (
     SMALL,
     as_file,
     data_url,
+    image_at,
     image_part,
     noise,
     text_part,
@@ -98,21 +99,21 @@ def test_a_random_chat(oracle: Oracle, seed: int) -> None:
 
 def images_of(*sizes: tuple[int, int]) -> list[Any]:
     reader = ImageReader(ImageSettings(token_id=PAD, geometry=SMALL), {})
-    return reader.open([data_url(as_file(noise(*size))) for size in sizes], {})
+    return reader.open([image_at(data_url(as_file(noise(*size)))) for size in sizes], {})
 
 
 def test_placeholders_and_images_match() -> None:
     images = images_of((8, 8), (16, 8))
-    ids, placed = place_images([1, PAD, PAD, 2], PAD, images)
+    ids, placed = place_images([1, PAD, PAD, 2], {"image": PAD}, images)
     assert ids.tolist() == [1, PAD, PAD, PAD, 2] and [it.offset for it in placed] == [1, 2]
     with pytest.raises(BadRequestError, match="contains the placeholder itself"):
-        place_images([PAD] * 3, PAD, images)
+        place_images([PAD] * 3, {"image": PAD}, images)
     with pytest.raises(BadRequestError, match="leaves images out"):
-        place_images([1, 2], PAD, images)
+        place_images([1, 2], {"image": PAD}, images)
 
 
 def test_cuts() -> None:
-    ids, placed = place_images([1, PAD, 2, PAD, 3], PAD, images_of((8, 16), (24, 8)))
+    ids, placed = place_images([1, PAD, 2, PAD, 3], {"image": PAD}, images_of((8, 16), (24, 8)))
     assert ids.tolist() == [1, PAD, PAD, 2, PAD, PAD, PAD, 3]
     offsets: dict[int, tuple[int, list[int]]] = {
         9: (8, [1, 4]),

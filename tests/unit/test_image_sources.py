@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from cluster.api.images.medium import UnreadImages
+from cluster.api.images.opened import OpenedImage
 from cluster.api.images.reader import ImageReader
 from cluster.api.images.settings import ImageSettings
-from cluster.api.images.source import UnreadImages, check_remote, read_source
+from cluster.api.images.source import check_remote, read_source
 from cluster.errors import BadRequestError
-from tests.unit.image_case import PAD, SMALL, as_file, data_url, noise
+from tests.unit.image_case import PAD, SMALL, as_file, data_url, image_at, noise
 
 DATA = as_file(noise(8, 8))
 
@@ -32,14 +34,14 @@ def settings(**fields: Any) -> ImageSettings:
     ],
 )
 def test_data_urls(url: str) -> None:
-    assert read_source(url, settings(), {}) == DATA
+    assert read_source(image_at(url), settings(), {}) == DATA
 
 
 def test_the_size_of_a_data_url_is_checked_before_it_is_decoded() -> None:
     exact = settings(max_image_bytes=3000)
-    assert read_source(data_url(bytes(3000)), exact, {}) == bytes(3000)
+    assert read_source(image_at(data_url(bytes(3000))), exact, {}) == bytes(3000)
     with pytest.raises(BadRequestError, match="max_image_bytes"):
-        read_source("data:;base64," + "\udc00" * 9000, exact, {})
+        read_source(image_at("data:;base64," + "\udc00" * 9000), exact, {})
 
 
 def test_files(tmp_path: Path) -> None:
@@ -52,15 +54,15 @@ def test_files(tmp_path: Path) -> None:
     os.mkfifo(folder / "pipe")
     found = settings(allowed_folder=str(folder), max_image_bytes=len(DATA))
     for url in (f"file://{folder}/a%20b.png", f"file://localhost{folder}/inside.png"):
-        assert read_source(url, found, {}) == DATA
+        assert read_source(image_at(url), found, {}) == DATA
     for name in ("no.png", "../other/c.png", "link.png", "pipe", "", "%00", "x" * 300):
         with pytest.raises(BadRequestError, match="no readable file below"):
-            read_source(f"file://{folder}/{name}", found, {})
+            read_source(image_at(f"file://{folder}/{name}"), found, {})
     with pytest.raises(BadRequestError, match="file:///folder/name"):
-        read_source(f"file://host{folder}/a.png", found, {})
+        read_source(image_at(f"file://host{folder}/a.png"), found, {})
     with pytest.raises(BadRequestError, match="max_image_bytes"):
         small = settings(allowed_folder=str(folder), max_image_bytes=10)
-        read_source(f"file://{folder}/inside.png", small, {})
+        read_source(image_at(f"file://{folder}/inside.png"), small, {})
 
 
 DOMAINS = ("images.example", "*.parts.example", "odd.example:8443", "[2001:db8::1]:8080")
@@ -110,15 +112,18 @@ def test_all_hosts_and_none() -> None:
 def test_an_event_loop_decodes_nothing_and_checks_what_it_can() -> None:
     here = ImageReader(settings(allowed_domains=("images.example",)))
     urls = [data_url(DATA), "https://images.example/a.png", "https://images.example/b.png"]
+    media = [image_at(url, number) for number, url in enumerate(urls)]
     with pytest.raises(UnreadImages) as unread:
-        here.open(urls, {})
-    assert unread.value.urls == [(1, urls[1]), (2, urls[2])]
+        here.open(media, {})
+    assert unread.value.remote == media[1:]
     with pytest.raises(BadRequestError, match="image 1: this server fetches no URLs of 'evil'"):
-        here.open([urls[0], "https://evil/a.png"], {})
+        here.open([media[0], image_at("https://evil/a.png", 1)], {})
     with pytest.raises(UnreadImages):  # not even a data URL
-        here.open(urls[:1], {})
+        here.open(media[:1], {})
     there = ImageReader(here.settings, {urls[1]: DATA})
     with pytest.raises(UnreadImages):
-        there.open(urls, {})
-    assert [image.num_tokens for image in there.open(urls[:2], {})] == [1, 1]
-    assert base64.b64decode(urls[0].partition(",")[2]) == there.open(urls[1:2], {})[0].data
+        there.open(media, {})
+    first, second = there.open(media[:2], {})
+    assert isinstance(first, OpenedImage) and isinstance(second, OpenedImage)
+    assert (first.num_tokens, second.num_tokens) == (1, 1)
+    assert base64.b64decode(urls[0].partition(",")[2]) == second.data

@@ -92,7 +92,7 @@ ORDER = {
         ("client",),
         # The text of an answer knows nothing of the request, and the formats of calls nothing of either.
         # Images are read without a request.
-        ("api/images",),
+        ("api/images", "api/videos"),
         ("api/tools", "api/settings.py", "api/backend.py"),
         ("api/answer",),
         ("api/tokenizer.py",),

@@ -19,8 +19,8 @@ REPOSITORY = Path(__file__).parents[2]
 LAYERS = ("cluster", "workers", "kernels")
 PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 OPTIONAL = {
-    *("deep_ep", "deep_gemm", "flashinfer", "matplotlib", "nixl_cu12", "opentelemetry", "triton"),
-    "uvloop",
+    *("av", "deep_ep", "deep_gemm", "flashinfer", "matplotlib", "nixl_cu12", "opentelemetry"),
+    *("triton", "uvloop"),
 }
 """Imported where they are installed; the code around each import names what is missing."""
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq"}

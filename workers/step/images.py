@@ -68,6 +68,8 @@ class SequenceImages:
         found: defaultdict[int, bytes] = defaultdict(bytes)
         for image in self.images:
             last = (image.offset + image.num_tokens - 1) // block_size
+            if last < first or image.offset >= end * block_size:
+                continue  # the frames of a video are hundreds of images
             digest = hashlib.blake2b(image.digest, digest_size=_DIGEST_BYTES, person=b"image")
             digest.update(repr(image.grid_thw).encode())
             for block in range(max(first, image.offset // block_size), min(end, last + 1)):

@@ -46,6 +46,7 @@ def usage_of(generation: Generation) -> dict[str, Any]:
         generation.num_reasoning_tokens,
         generation.drafts,
         generation.num_image_tokens,
+        generation.num_video_tokens,
     )
 
 
@@ -56,9 +57,10 @@ def usage(
     reasoning_tokens: int,
     drafts: dict[str, int],
     image_tokens: int = 0,
+    video_tokens: int = 0,
 ) -> dict[str, Any]:
     """Return token counts in the shape of the API; `drafts` as of `draft_fields`."""
-    of_prompt = {"cached_tokens": cached_tokens} | image_details(image_tokens)
+    of_prompt = {"cached_tokens": cached_tokens} | image_details(image_tokens, video_tokens)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -68,9 +70,10 @@ def usage(
     }
 
 
-def image_details(image_tokens: int) -> dict[str, int]:
-    """Return the field of the tokens of images among those of a prompt; none without images."""
-    return {"image_tokens": image_tokens} if image_tokens else {}
+def image_details(image_tokens: int, video_tokens: int = 0) -> dict[str, int]:
+    """Return the fields of the tokens of images and videos among those of a prompt; none without any."""
+    found = {"image_tokens": image_tokens, "video_tokens": video_tokens}
+    return {name: count for name, count in found.items() if count}
 
 
 def full_body(generation: Generation, texts: list[str]) -> bytes:

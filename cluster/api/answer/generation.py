@@ -67,7 +67,7 @@ class Generation:
     """All choices of one request, ready to run.
 
     continuous_usage  every item of the stream has token counts
-    num_image_tokens  of the prompt's tokens
+    num_image_tokens, num_video_tokens   of the prompt's tokens
     routing           the options of `EngineBackend.generate`
     grammar_param     the field of the request that the grammar comes from, if there is a grammar
     """
@@ -84,6 +84,7 @@ class Generation:
     num_prompt_tokens: int
     routing: dict[str, Any]
     num_image_tokens: int = 0
+    num_video_tokens: int = 0
     grammar_param: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.perf_counter)

@@ -1,4 +1,4 @@
-"""Bounds of a body that is large because of its images: all else of it has the limit of a body without images."""
+"""Bounds of a body that is large because of its images and videos: all else of it has the limit of a body of text."""
 
 from typing import Any
 
@@ -10,22 +10,22 @@ _SEPARATORS = (b",", b"[", b"{")
 def check_before_parsing(body: bytes, max_bytes: int) -> None:
     """Raise BodyTooLargeError for a body of more JSON values than one of `max_bytes` can have.
 
-    A value takes up to 60 bytes of memory for two bytes of the body; an image is one value.
+    A value takes up to 60 bytes of memory for two bytes of the body; an image or a video is one value.
     """
     if len(body) > max_bytes < sum(map(body.count, _SEPARATORS)):
         raise _too_large(len(body), max_bytes)
 
 
 def check_parsed(body: bytes, value: dict[str, Any], max_bytes: int) -> None:
-    """Raise BodyTooLargeError if a body has more than `max_bytes` beside its images. `value` is its JSON."""
+    """Raise BodyTooLargeError if a body has more than `max_bytes` beside its images and videos. `value` is its JSON."""
     if len(body) > max_bytes:
-        rest = len(body) - _num_image_bytes(value)
+        rest = len(body) - _num_media_bytes(value)
         if rest > max_bytes:
             raise _too_large(rest, max_bytes)
 
 
-def _num_image_bytes(value: Any) -> int:
-    """Return the characters of images in all parts of messages, in the forms of the three APIs."""
+def _num_media_bytes(value: Any) -> int:
+    """Return the characters of images and videos in all parts of messages, in the forms of the three APIs."""
     total, todo = 0, [value]
     while todo:
         item = todo.pop()
@@ -43,6 +43,8 @@ def _num_chars(part: dict[str, Any]) -> int:
             return len(text)
         case {"type": "image_url" | "input_image", "image_url": str(text)}:
             return len(text)
+        case {"type": "video_url", "video_url": {"url": str(text)} | str(text)}:
+            return len(text)
         case {"type": "image", "source": {"data": str(text)}}:
             return len(text)
     return 0
@@ -50,5 +52,5 @@ def _num_chars(part: dict[str, Any]) -> int:
 
 def _too_large(num_bytes: int, max_bytes: int) -> BodyTooLargeError:
     return BodyTooLargeError(
-        f"the body has {num_bytes} bytes beside its images, the limit is {max_bytes}"
+        f"the body has {num_bytes} bytes beside its images and videos, the limit is {max_bytes}"
     )

@@ -1,4 +1,4 @@
-"""Fetches images of http(s) URLs, within limits of time, size and place. Knows nothing of the content of a file.
+"""Fetches images and videos of http(s) URLs, within limits of time, size and place. Knows no content of a file.
 
 `check_remote` has checked the host of a URL. The address is checked where the socket for it is made, so a name that
 resolves to another address the next time changes nothing.
@@ -14,8 +14,9 @@ from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 
+from cluster.api.images.medium import Medium, numbered
 from cluster.api.images.settings import ImageSettings
-from cluster.api.images.source import check_remote, check_size, numbered
+from cluster.api.images.source import SizeLimit, check_remote, size_limit
 from cluster.errors import BadRequestError, OverloadedError
 
 _AT_ONCE, _OF_ONE_REQUEST = 64, 4  # fetches
@@ -26,7 +27,7 @@ _SHOWN = 200
 _GATEWAYS = tuple(
     map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"))
 )
-_HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "phalanx"}
+_HEADERS = {"accept": "image/*, video/*", "accept-encoding": "identity", "user-agent": "phalanx"}
 
 
 def is_public(address: str) -> bool:
@@ -56,23 +57,23 @@ class Fetcher:
         """Bytes of all files that are held for requests in preparation."""
 
     @asynccontextmanager
-    async def fetched(self, urls: Sequence[tuple[int, str]]) -> AsyncIterator[dict[str, bytes]]:
-        """Hold the files of URLs meanwhile, each given with the number of its image. Raises BadRequestError.
+    async def fetched(self, media: Sequence[Medium]) -> AsyncIterator[dict[str, bytes]]:
+        """Hold the files of images and videos meanwhile, by their URLs. Raises BadRequestError.
 
         A URL that comes twice is fetched once.
         """
-        numbers = {url: number for number, url in reversed(urls)}
-        files: dict[str, list[bytes]] = {url: [] for url in numbers}
+        first = {medium.url: medium for medium in reversed(media)}
+        files: dict[str, list[bytes]] = {url: [] for url in first}
         try:
-            if numbers:
-                await self._fetch_all(numbers, files)
+            if first:
+                await self._fetch_all(list(first.values()), files)
             for parts in files.values():  # which a thread joins without the interpreter lock
                 parts[:] = [await asyncio.to_thread(b"".join, parts)]
             yield {url: parts[0] for url, parts in files.items()}
         finally:
             self.num_bytes -= sum(sum(map(len, parts)) for parts in files.values())
 
-    async def _fetch_all(self, numbers: dict[str, int], files: dict[str, list[bytes]]) -> None:
+    async def _fetch_all(self, media: list[Medium], files: dict[str, list[bytes]]) -> None:
         connector = aiohttp.TCPConnector(
             limit=_OF_ONE_REQUEST, socket_factory=self._socket, force_close=True
         )
@@ -84,19 +85,20 @@ class Fetcher:
                 ) as session,
                 asyncio.TaskGroup() as group,
             ):
-                for url, number in numbers.items():
-                    group.create_task(self._fetch(session, number, url, files[url]))
+                for medium in media:
+                    group.create_task(self._fetch(session, medium, files[medium.url]))
         except BaseExceptionGroup as errors:  # the error of one cancels all; raise the first
             raise errors.exceptions[0] from None
 
     async def _fetch(
-        self, session: aiohttp.ClientSession, number: int, url: str, parts: list[bytes]
+        self, session: aiohttp.ClientSession, medium: Medium, parts: list[bytes]
     ) -> None:
-        limit = self._settings.fetch_timeout_s
-        with numbered(number):
+        limit, url = self._settings.fetch_timeout_s, medium.url
+        most = size_limit(medium.kind, self._settings)
+        with numbered(medium):
             try:
                 async with self._places, asyncio.timeout(limit):
-                    await self._follow(session, url, parts)
+                    await self._follow(session, url, parts, most)
             except TimeoutError:
                 raise BadRequestError(
                     f"{url[:_SHOWN]!r} did not send it within {limit:g} s (serve.images.fetch_timeout_s)"
@@ -108,7 +110,9 @@ class Fetcher:
                     f"{url[:_SHOWN]!r} could not be fetched: {str(error)[:_SHOWN] or type(error).__name__}"
                 ) from None
 
-    async def _follow(self, session: aiohttp.ClientSession, url: str, parts: list[bytes]) -> None:
+    async def _follow(
+        self, session: aiohttp.ClientSession, url: str, parts: list[bytes], most: SizeLimit
+    ) -> None:
         """Fetch a URL; follow redirects within its host."""
         for _ in range(1 + _REDIRECTS):
             async with session.get(url, allow_redirects=False) as response:
@@ -118,9 +122,9 @@ class Fetcher:
                     continue
                 if response.status != 200:
                     raise BadRequestError(f"{url[:_SHOWN]!r} answers {response.status}")
-                check_size(response.content_length or 0, self._settings)
+                most.check(response.content_length or 0)
                 async for part in response.content.iter_chunked(_PART_BYTES):
-                    self._take(part, parts)
+                    self._take(part, parts, most)
                 return
         raise BadRequestError(f"{url[:_SHOWN]!r} redirects more than {_REDIRECTS} times")
 
@@ -132,12 +136,12 @@ class Fetcher:
         check_remote(found, self._settings)
         return found
 
-    def _take(self, part: bytes, parts: list[bytes]) -> None:
+    def _take(self, part: bytes, parts: list[bytes], most: SizeLimit) -> None:
         """Add a part of a file that has arrived."""
-        check_size(sum(map(len, parts)) + len(part), self._settings)
+        most.check(sum(map(len, parts)) + len(part))
         if self.num_bytes + len(part) > self._settings.max_open_bytes:
             raise OverloadedError(
-                f"images that were fetched have {self.num_bytes} of {self._settings.max_open_bytes} bytes; "
+                f"images and videos that were fetched have {self.num_bytes} of {self._settings.max_open_bytes} bytes; "
                 "try again later"
             )
         self.num_bytes += len(part)

@@ -6,6 +6,7 @@ sizes and patches with those classes.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -97,13 +98,31 @@ class Geometry:
 
         The values of a patch are [colours, frames, patch_size, patch_size].
         """
-        rows, columns = self.grid(*image.size)
-        side, merge = self.patch_size, self.merge_size
-        resized = image.resize((columns * side, rows * side), Image.Resampling(self.resample))
-        blocks = rows // merge, columns // merge
-        pixels = np.asarray(resized).reshape(
-            blocks[0], merge, side, blocks[1], merge, side, _COLOURS
+        return cut(
+            [resized(image, self.grid(*image.size), self.patch_size, self.resample)],
+            self.patch_size,
+            self.merge_size,
+            self.frames,
         )
-        found = np.empty((*blocks, merge, merge, _COLOURS, self.frames, side, side), np.uint8)
-        found[:] = pixels.transpose(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None]
-        return found.reshape(rows * columns, -1)
+
+
+def resized(
+    image: Image.Image, grid: tuple[int, int], patch_size: int, resample: int
+) -> Image.Image:
+    """Return an image in the size of a grid of patches (rows, columns)."""
+    size = grid[1] * patch_size, grid[0] * patch_size
+    return image.resize(size, Image.Resampling(resample))
+
+
+def cut(images: Sequence[Image.Image], patch_size: int, merge_size: int, frames: int) -> np.ndarray:
+    """Return the patches of RGB images of one size: uint8 [N, patch_dim], by blocks of merged patches.
+
+    images   one for each frame of a patch, or one for all
+    """
+    side, merge = patch_size, merge_size
+    pixels = np.stack([np.asarray(image) for image in images])
+    blocks = pixels.shape[1] // (side * merge), pixels.shape[2] // (side * merge)
+    parts = pixels.reshape(-1, blocks[0], merge, side, blocks[1], merge, side, _COLOURS)
+    found = np.empty((*blocks, merge, merge, _COLOURS, frames, side, side), np.uint8)
+    found[:] = parts.transpose(1, 4, 2, 5, 7, 0, 3, 6)
+    return found.reshape(blocks[0] * blocks[1] * merge**2, -1)

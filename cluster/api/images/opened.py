@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from cluster.api.images.geometry import Geometry
-from cluster.api.images.source import INVALID, numbered
+from cluster.api.images.medium import INVALID, MediaKind, Medium, numbered
 from cluster.errors import BadRequestError
 from workers.wire.request import ImageInput
 
@@ -33,14 +33,20 @@ def prepare() -> None:
 class OpenedImage:
     """An image file after its header was read.
 
-    number       in the request, from 0, for errors
+    medium       for errors
     num_tokens   of its placeholders
     """
 
-    number: int
+    medium: Medium
     data: bytes
     geometry: Geometry
     num_tokens: int
+    kind: MediaKind = "image"
+
+    @property
+    def parts(self) -> "list[OpenedImage]":
+        """Itself; a video has several."""
+        return [self]
 
     @property
     def num_bytes(self) -> int:
@@ -49,39 +55,53 @@ class OpenedImage:
 
     def read(self, offset: int) -> ImageInput:
         """Return the patches, for placeholders from `offset` on. Raises BadRequestError."""
-        with numbered(self.number), _decoding():
-            image = _as_rgb(self.data)
+        with numbered(self.medium), decoding():
+            image = as_rgb(self.data)
             pixels = self.geometry.patches(image).tobytes()
             grid = (1, *self.geometry.grid(*image.size))
-        digest = hashlib.sha256(repr((grid, self.geometry.patch_size)).encode())
-        digest.update(pixels)
-        return ImageInput(
-            offset=offset,
-            num_tokens=self.num_tokens,
-            grid_thw=grid,
-            digest=digest.digest(),
-            pixels=pixels,
-        )
+        return as_input(offset, self.num_tokens, grid, self.geometry.patch_size, pixels)
 
 
-def open_image(number: int, data: bytes, geometry: Geometry, max_pixels: int) -> OpenedImage:
+def as_input(
+    offset: int, num_tokens: int, grid: tuple[int, int, int], patch_size: int, pixels: bytes
+) -> ImageInput:
+    """Return patches as ranks take them, with their digest."""
+    digest = hashlib.sha256(repr((grid, patch_size)).encode())
+    digest.update(pixels)
+    return ImageInput(
+        offset=offset,
+        num_tokens=num_tokens,
+        grid_thw=grid,
+        digest=digest.digest(),
+        pixels=pixels,
+    )
+
+
+def open_image(medium: Medium, data: bytes, geometry: Geometry, max_pixels: int) -> OpenedImage:
     """Read the header of an image. Raises BadRequestError.
 
     max_pixels   width times height of the file, which is not decoded beyond it
     """
-    with numbered(number), _decoding():
+    with numbered(medium):
+        # An image that is turned by its exif data has as many tokens.
+        num_tokens = geometry.num_tokens(*size_of(data, max_pixels))
+    return OpenedImage(medium, data, geometry, num_tokens)
+
+
+def size_of(data: bytes, max_pixels: int) -> tuple[int, int]:
+    """Return width and height of an image from its header. Raises BadRequestError."""
+    with decoding():
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
         if width * height > max_pixels:
             raise BadRequestError(
                 f"it has {width} x {height} pixels, more than {max_pixels} (serve.images.max_source_pixels)"
             )
-        # An image that is turned by its exif data has as many tokens.
-        return OpenedImage(number, data, geometry, geometry.num_tokens(width, height))
+    return width, height
 
 
 @contextmanager
-def _decoding() -> Iterator[None]:
+def decoding() -> Iterator[None]:
     """Raise errors of PIL, which has many kinds for data that is wrong, as errors of the client."""
     try:
         yield
@@ -94,7 +114,7 @@ def _decoding() -> Iterator[None]:
         raise BadRequestError(f"it cannot be read: {reason}", code=INVALID) from None
 
 
-def _as_rgb(data: bytes) -> Image.Image:
+def as_rgb(data: bytes) -> Image.Image:
     """Return the first frame, turned as its exif data has it, in 8 bits a colour."""
     with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
         opened.load()

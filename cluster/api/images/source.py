@@ -1,44 +1,25 @@
-"""Where the bytes of an image come from: a data URL, a file below one folder, or a URL that was fetched before."""
+"""Where the bytes of an image or a video come from: a data URL, a file below one folder, or a URL fetched before."""
 
 import base64
 import binascii
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
+from cluster.api.images.medium import MediaKind, Medium
 from cluster.api.images.settings import ImageSettings
 from cluster.errors import BadRequestError
 
 _SHOWN = 200  # characters of a URL in an error
 REMOTE = ("http", "https")
 _NETLOC = re.compile(r"([a-z0-9.-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
-INVALID = "invalid_image"
-"""Code of errors of what an image is."""
-
-
-class UnreadImages(ValueError):
-    """Images of a body that cannot be read here: in an event loop, or before their URLs were fetched.
-
-    urls   of the images that must be fetched, with the number of each image in the request
-    """
-
-    def __init__(self, urls: list[tuple[int, str]]) -> None:
-        super().__init__(urls)
-        self.urls = urls
-
-
-@contextmanager
-def numbered(number: int) -> Iterator[None]:
-    """Raise errors of the client as errors of an image of the request, counted from 0."""
-    try:
-        yield
-    except BadRequestError as error:
-        message = f"image {number}: {error.message}"
-        raise BadRequestError(message, param="messages", code=error.code) from None
+FRAME_LIST = "data:video/jpeg;base64,"
+"""Begins a video as a list of images in base64, with commas between them."""
 
 
 def is_remote(url: str) -> bool:
@@ -46,18 +27,32 @@ def is_remote(url: str) -> bool:
     return url[:8].lower().startswith(tuple(f"{scheme}://" for scheme in REMOTE))
 
 
-def read_source(url: str, settings: ImageSettings, fetched: Mapping[str, bytes]) -> bytes:
-    """Return the bytes of an image. Raises BadRequestError."""
+def read_source(medium: Medium, settings: ImageSettings, fetched: Mapping[str, bytes]) -> bytes:
+    """Return the bytes of the file of an image or a video. Raises BadRequestError."""
+    url, limit = medium.url, size_limit(medium.kind, settings)
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
-        return _of_data_url(url, settings.max_image_bytes)
-    if scheme == "file":
-        return _of_file(url, settings)
-    if url in fetched:
-        return fetched[url]
-    raise BadRequestError(
-        f"{url[:_SHOWN]!r} is no data URL, and no http(s) or file URL, which a server may allow"
-    )
+        found = _of_data_url(url, limit)
+    elif scheme == "file":
+        found = _of_file(url, settings, limit)
+    elif url in fetched:
+        found = fetched[url]
+    else:
+        raise BadRequestError(
+            f"{url[:_SHOWN]!r} is no data URL, and no http(s) or file URL, which a server may allow"
+        )
+    limit.check(len(found))
+    return found
+
+
+def read_frames(medium: Medium, settings: ImageSettings, most: int) -> list[bytes]:
+    """Return the files of at most `most` frames of a FRAME_LIST. Raises BadRequestError."""
+    limit = size_limit(medium.kind, settings)
+    texts = medium.url[len(FRAME_LIST) :].split(",", most + 1)
+    if len(texts) > most:
+        raise BadRequestError(f"it has more than {most} frames (serve.videos.max_frames)")
+    limit.check(sum(map(len, texts)) * 3 // 4)
+    return [_of_base64(text) for text in texts]
 
 
 def check_remote(url: str, settings: ImageSettings) -> None:
@@ -73,12 +68,25 @@ def check_remote(url: str, settings: ImageSettings) -> None:
         )
 
 
-def check_size(num_bytes: int, settings: ImageSettings) -> None:
-    """Raise BadRequestError if the file of an image is too large."""
-    if num_bytes > settings.max_image_bytes:
-        raise BadRequestError(
-            f"it has {num_bytes} bytes, more than {settings.max_image_bytes} (serve.images.max_image_bytes)"
-        )
+class SizeLimit(NamedTuple):
+    """The most bytes of a file, and the setting that has this number."""
+
+    max_bytes: int
+    setting: str
+
+    def check(self, num_bytes: int) -> None:
+        """Raise BadRequestError if a file is too large."""
+        if num_bytes > self.max_bytes:
+            raise BadRequestError(
+                f"it has {num_bytes} bytes, more than {self.max_bytes} ({self.setting})"
+            )
+
+
+def size_limit(kind: MediaKind, settings: ImageSettings) -> SizeLimit:
+    """Return the limit of a file of this kind."""
+    if kind == "video" and settings.videos is not None:
+        return SizeLimit(settings.videos.max_video_bytes, "serve.videos.max_video_bytes")
+    return SizeLimit(settings.max_image_bytes, "serve.images.max_image_bytes")
 
 
 def _place_of(url: str) -> str:
@@ -104,14 +112,18 @@ def _matches(place: str, allowed: str) -> bool:
     return place.endswith(allowed[1:]) if allowed.startswith("*.") else place == allowed
 
 
-def _of_data_url(url: str, max_bytes: int) -> bytes:
+def _of_data_url(url: str, limit: SizeLimit) -> bytes:
     head, comma, text = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise BadRequestError(
             "a data URL must have the form data:image/png;base64,... with the file in base64"
         )
-    if len(text) * 3 // 4 > max_bytes + 3:
-        raise BadRequestError(f"it has more than {max_bytes} bytes (serve.images.max_image_bytes)")
+    if len(text) * 3 // 4 > limit.max_bytes + 3:
+        raise BadRequestError(f"it has more than {limit.max_bytes} bytes ({limit.setting})")
+    return _of_base64(text)
+
+
+def _of_base64(text: str) -> bytes:
     if "%" in text:
         text = unquote_to_bytes(text).decode("ascii", "replace")
     try:
@@ -123,7 +135,7 @@ def _of_data_url(url: str, max_bytes: int) -> bytes:
     return data
 
 
-def _of_file(url: str, settings: ImageSettings) -> bytes:
+def _of_file(url: str, settings: ImageSettings, limit: SizeLimit) -> bytes:
     """Return a regular file below the allowed folder; links are followed before the check."""
     if settings.allowed_folder is None:
         raise BadRequestError(
@@ -145,8 +157,8 @@ def _of_file(url: str, settings: ImageSettings) -> bytes:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise refused
-            check_size(found.st_size, settings)
-            return file.read(settings.max_image_bytes)
+            limit.check(found.st_size)
+            return file.read(limit.max_bytes)
     except (OSError, ValueError) as error:
         if isinstance(error, BadRequestError):
             raise

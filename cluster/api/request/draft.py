@@ -26,6 +26,7 @@ from cluster.api.request.sampling import SamplingBuilder
 from cluster.api.request.tool_options import ToolOptions
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer, TokenizerSource, load_tokenizer
+from cluster.api.videos.source import is_installed
 from cluster.errors import BadRequestError, ContextLengthError, NotFoundError
 from workers.wire.request import ImageInput, SamplingParams
 
@@ -69,7 +70,7 @@ class Draft:
 
     max_tokens   of each prompt
     params       of all choices, without max_tokens and the seed
-    images       of the one prompt of a chat
+    images       and parts of videos, of the one prompt of a chat
     """
 
     request: CompletionRequest | ChatRequest
@@ -79,10 +80,11 @@ class Draft:
     params: SamplingParams
     stop: StopRules
     images: tuple[ImageInput, ...] = ()
+    num_video_tokens: int = 0
 
     @property
     def num_image_bytes(self) -> int:
-        """Bytes of the pixels of all images."""
+        """Bytes of the pixels of all images and videos."""
         return sum(len(image.pixels) for image in self.images)
 
     @property
@@ -169,11 +171,13 @@ class Drafter:
         stop = self._sampling.stop_rules(request, params)
         limits = [self._max_tokens(request, len(prompt.token_ids), engine) for prompt in prompts]
         # Decoded last, because all other checks take less time.
-        images = tuple(it.image.read(it.offset) for prompt in prompts for it in prompt.images)
+        placed = [it for prompt in prompts for it in prompt.images]
+        images = tuple(it.image.read(it.offset) for it in placed)
         return Draft(
             request=request,
             prompts=[replace(prompt, images=()) for prompt in prompts],
             images=images,
+            num_video_tokens=sum(it.image.num_tokens for it in placed if it.image.kind == "video"),
             max_tokens=limits,
             output=output,
             params=params,
@@ -228,6 +232,8 @@ def load_drafter(source: TokenizerSource, settings: ApiSettings) -> Drafter:
     if settings.images is None:
         return drafter
     prepare()
+    if settings.images.videos is not None:
+        is_installed()  # each child would import PyAV again
     return drafter.with_images({})
 
 

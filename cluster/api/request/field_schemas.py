@@ -2,7 +2,7 @@
 
 from pydantic import JsonValue
 
-from cluster.api.request.messages import IMAGE_PARTS, ROLES, TEXT_PARTS
+from cluster.api.request.messages import IMAGE_PARTS, ROLES, TEXT_PARTS, VIDEO_PARTS
 
 _STRINGS: dict[str, JsonValue] = {"type": "array", "items": {"type": "string"}}
 TOKEN_IDS: dict[str, JsonValue] = {
@@ -27,26 +27,25 @@ _TEXT_PART: dict[str, JsonValue] = {
         "refusal": {"type": "string"},
     },
 }
+_URL: dict[str, JsonValue] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "required": ["url"], "properties": {"url": {"type": "string"}}},
+    ]
+}
 _IMAGE_PART: dict[str, JsonValue] = {
     "type": "object",
     "required": ["type", "image_url"],
-    "properties": {
-        "type": {"enum": [*IMAGE_PARTS]},
-        "image_url": {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "object",
-                    "required": ["url"],
-                    "properties": {"url": {"type": "string"}},
-                },
-            ]
-        },
-    },
+    "properties": {"type": {"enum": [*IMAGE_PARTS]}, "image_url": _URL},
+}
+_VIDEO_PART: dict[str, JsonValue] = {
+    "type": "object",
+    "required": ["type", "video_url"],
+    "properties": {"type": {"enum": [*VIDEO_PARTS]}, "video_url": _URL},
 }
 _PARTS: dict[str, JsonValue] = {
     "type": "array",
-    "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]},
+    "items": {"anyOf": [_TEXT_PART, _IMAGE_PART, _VIDEO_PART]},
 }
 _MESSAGE: dict[str, JsonValue] = {
     "type": "object",

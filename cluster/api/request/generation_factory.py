@@ -72,7 +72,9 @@ class GenerationFactory:
             choices=await self._choices(draft, run_id),
             num_choices_per_prompt=request.n or 1,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in draft.prompts),
-            num_image_tokens=sum(image.num_tokens for image in draft.images),
+            num_image_tokens=sum(image.num_tokens for image in draft.images)
+            - draft.num_video_tokens,
+            num_video_tokens=draft.num_video_tokens,
             routing=routing_of(request, backend, sender, request.session) | _images_of(draft),
             grammar_param=draft.output.param,
         )

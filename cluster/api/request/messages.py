@@ -1,23 +1,24 @@
-"""Checks and normalises chat messages. Knows nothing of templates, tokens, or the content of images."""
+"""Checks and normalises chat messages. Knows nothing of templates, tokens, or the content of images and videos."""
 
 import json
 from typing import Any
 
+from cluster.api.images.medium import MediaKind, Medium
 from cluster.errors import BadRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Type of a content part -> its field with the text; the last three come from conversations of the Responses API.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 IMAGE_PARTS = ("image_url", "input_image")
-_IMAGE_ROLES = ("user", "tool")
-# Type of a content part -> why it is refused.
-_REFUSED = {
+VIDEO_PARTS = ("video_url",)
+_MEDIA_ROLES = ("user", "tool")
+REFUSED = {
     "input_audio": "audio is not served, because no model here has an encoder for it",
     "audio_url": "audio is not served, because no model here has an encoder for it",
-    "video_url": "videos are not served; send frames as images",
     "file": "files are not served; send their text, or images of their pages",
     "input_file": "files are not served; send their text, or images of their pages",
 }
+"""Type of a content part -> why it is refused."""
 # Passed to the template as they are when they are strings.
 _TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
@@ -25,7 +26,7 @@ _TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 def parse_messages(value: Any) -> list[dict[str, Any]]:
     """Return the `messages` of a request.
 
-    Each content is one string, or with images a list of {type: text, text} and {type: image, url}.
+    Each content is one string, or with images and videos a list of {type: text, text} and {type: image or video, url}.
     """
     if value is None:
         raise BadRequestError(
@@ -62,13 +63,15 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return result
 
 
-def take_images(messages: list[dict[str, Any]]) -> list[str]:
-    """Return the URLs of all images in order, and leave {type: image} of each, which chat templates read."""
-    urls: list[str] = []
+def take_media(messages: list[dict[str, Any]]) -> list[Medium]:
+    """Return all images and videos in order, and leave the type of each, which chat templates read."""
+    found: list[Medium] = []
     for message in messages:
-        if isinstance(message["content"], list):
-            urls += [part.pop("url") for part in message["content"] if part["type"] == "image"]
-    return urls
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if (kind := part["type"]) != "text":
+                number = sum(medium.kind == kind for medium in found)
+                found.append(Medium(kind, number, part.pop("url")))
+    return found
 
 
 def _content(content: Any, role: str, where: str) -> str | list[dict[str, str]]:
@@ -79,23 +82,25 @@ def _content(content: Any, role: str, where: str) -> str | list[dict[str, str]]:
     if not isinstance(content, list):
         raise BadRequestError(f"{where} must be a string or a list of text parts", param=where)
     parts = [_part(part, role, f"{where}.{i}") for i, part in enumerate(content)]
-    if any(part["type"] == "image" for part in parts):
+    if any(part["type"] != "text" for part in parts):
         return parts
     return "\n".join(part["text"] for part in parts)
 
 
 def _part(part: Any, role: str, where: str) -> dict[str, str]:
-    """Return a content part as text or image."""
+    """Return a content part as text, image or video."""
     if not isinstance(part, dict):
         raise BadRequestError(f"{where} must be an object", param=where)
     kind = part.get("type")
     if kind in IMAGE_PARTS:
-        return {"type": "image", "url": _image_url(part, role, where)}
+        return {"type": "image", "url": _url(part, "image", role, where)}
+    if kind in VIDEO_PARTS:
+        return {"type": "video", "url": _url(part, "video", role, where)}
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if field is None:
-        known = f"parts may be {', '.join((*TEXT_PARTS, *IMAGE_PARTS))}"
+        known = f"parts may be {', '.join((*TEXT_PARTS, *IMAGE_PARTS, *VIDEO_PARTS))}"
         raise BadRequestError(
-            f"{where}.type: {_REFUSED.get(kind, known) if isinstance(kind, str) else known}",
+            f"{where}.type: {REFUSED.get(kind, known) if isinstance(kind, str) else known}",
             param=f"{where}.type",
             code="unsupported_content_part",
         )
@@ -105,19 +110,20 @@ def _part(part: Any, role: str, where: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _image_url(part: dict[str, Any], role: str, where: str) -> str:
-    if role not in _IMAGE_ROLES:
+def _url(part: dict[str, Any], kind: MediaKind, role: str, where: str) -> str:
+    if role not in _MEDIA_ROLES:
         raise BadRequestError(
-            f"{where}: messages of the roles {' and '.join(_IMAGE_ROLES)} may have images",
+            f"{where}: messages of the roles {' and '.join(_MEDIA_ROLES)} may have {kind}s",
             param=where,
             code="unsupported_content_part",
         )
-    value = part.get("image_url")
+    name = f"{kind}_url"
+    value = part.get(name)
     url = value.get("url") if isinstance(value, dict) else value
     if not isinstance(url, str):
         raise BadRequestError(
-            f"{where}.image_url must be {{url: string}} or a string; images of file ids are not served",
-            param=f"{where}.image_url",
+            f"{where}.{name} must be {{url: string}} or a string; {kind}s of file ids are not served",
+            param=f"{where}.{name}",
         )
     return url
 

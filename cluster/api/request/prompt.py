@@ -4,12 +4,14 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.api.images.medium import Medium
 from cluster.api.images.opened import OpenedImage
-from cluster.api.images.placeholders import PlacedImage, keep_last, place_images
+from cluster.api.images.placeholders import PlacedImage, keep_last, place_images, place_videos
 from cluster.api.images.reader import ImageReader
-from cluster.api.request.messages import take_images
+from cluster.api.request.messages import take_media
 from cluster.api.request.protocol import ChatRequest, CompletionRequest, check_text
 from cluster.api.tokenizer import ServingTokenizer
+from cluster.api.videos.opened import OpenedVideo
 from cluster.errors import BadRequestError
 
 _END_CHARS = 64
@@ -20,7 +22,7 @@ class Prompt:
     """The prompt of one sequence, and its echo, which comes before the first token of the answer.
 
     token_ids   int32, because an array travels between processes as its bytes
-    images      in order; their pixels are not decoded yet
+    images      and parts of videos, in order; their pixels are not decoded yet
 
     A chat also has the end of the prompt text, and the message of the assistant that the answer continues, if any.
     """
@@ -63,8 +65,8 @@ class PromptEncoder:
     ) -> Prompt:
         """Return the prompt of a chat request; `tools` are the definitions of the client. Raises UnreadImages."""
         messages = request.parsed_messages()
-        urls = take_images(messages)
-        opened = self._open(urls, request.mm_processor_kwargs) if urls else []
+        media = take_media(messages)
+        opened = self._open(media, request.mm_processor_kwargs) if media else []
         goes_on = bool(request.continue_final_message)
         opens_turn = request.add_generation_prompt
         last = messages[-1]
@@ -75,7 +77,7 @@ class PromptEncoder:
             )
         if goes_on and isinstance(last["content"], list):
             raise BadRequestError(
-                "continue_final_message: a message with images cannot go on",
+                "continue_final_message: a message with images or videos cannot go on",
                 param="continue_final_message",
             )
         echo = last["content"] if request.echo and last["role"] == "assistant" else ""
@@ -89,26 +91,35 @@ class PromptEncoder:
             continue_final_message=goes_on,
         )
         check_text(text, "messages")
+        text, end = self._with_videos(text, opened), text[-_END_CHARS:]
         # The template writes the special tokens itself.
         ids = self._tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
         unfinished = last["content"] if goes_on else None
-        end = text[-_END_CHARS:]
         if self._images is None or not opened:
             return Prompt(array("i", _last(ids, keep)), echo, end, unfinished)
-        whole, images = place_images(ids, self._images.settings.token_id, opened)
+        parts = [part for it in opened for part in it.parts]
+        whole, images = place_images(ids, self._images.settings.token_ids, parts)
         if keep is not None:
             whole, images = keep_last(whole, images, keep)
         return Prompt(whole, echo, end, unfinished, images)
 
-    def _open(self, urls: list[str], options: dict[str, Any] | None) -> list[OpenedImage]:
+    @staticmethod
+    def _with_videos(text: str, opened: list[OpenedImage | OpenedVideo]) -> str:
+        """Return a prompt with the texts of its videos."""
+        videos = [it for it in opened if isinstance(it, OpenedVideo)]
+        return place_videos(text, videos[0].rules.marker, videos) if videos else text
+
+    def _open(
+        self, media: list[Medium], options: dict[str, Any] | None
+    ) -> list[OpenedImage | OpenedVideo]:
         if self._images is None:
             raise BadRequestError(
-                "image 0: this model takes text alone: it has no vision tower, or model.language_model_only "
+                f"{media[0].kind} 0: this model takes text alone: it has no vision tower, or model.language_model_only "
                 "leaves the tower out",
                 param="messages",
                 code="unsupported_content_part",
             )
-        return self._images.open(urls, options or {})
+        return self._images.open(media, options or {})
 
     def _encode(
         self, prompt: str | list[int], special: bool, keep: int | None, echo: bool

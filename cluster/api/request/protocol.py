@@ -241,7 +241,8 @@ class ChatRequest(GenerationRequest):
         None, description="For the chat template; none = enable_thinking false, all others = true."
     )
     mm_processor_kwargs: dict[str, Any] | None = Field(
-        None, description="Limits of images in pixels: {min_pixels, max_pixels}."
+        None,
+        description="Limits of images in pixels, {min_pixels, max_pixels}; of videos: {fps} or {num_frames}.",
     )
     prediction: Any = Field(
         None, description="Text that the answer may repeat: {type: content, content}."

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from cluster.api.request.messages import REFUSED
 from cluster.api.request.protocol import check_text
 from cluster.errors import BadRequestError, UnsupportedParameterError
 
@@ -168,8 +169,10 @@ def _part_text(part: Any, where: str) -> str:
         return _text(part, "refusal", where)
     if kind not in _TEXT_PARTS:
         what = f", got {kind[:60]!r}" if isinstance(kind, str) else ""
+        known = f"must be {' or '.join(_TEXT_PARTS)}{what}; users and outputs may have input_image"
+        reason = REFUSED.get(kind) if isinstance(kind, str) else None
         raise BadRequestError(
-            f"{where}.type must be {' or '.join(_TEXT_PARTS)}{what}; users and outputs may have input_image",
+            f"{where}.type {kind!r}: {reason}" if reason else f"{where}.type {known}",
             param=f"{where}.type",
             code="unsupported_content_part",
         )

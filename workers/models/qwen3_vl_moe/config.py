@@ -14,6 +14,7 @@ from workers.specs.model import ModelConfig
 
 DEFAULTS = {**text.DEFAULTS, "norm_topk_prob": True}
 SECTIONS = (24, 20, 20)
+DEEPSTACK = (8, 16, 24)
 NAMES = WeightNames(root="model.language_model.")
 text_part = partial(reads.text_part, whole="qwen3_vl_moe")
 
@@ -22,4 +23,4 @@ def read_config(read: ConfigReader) -> ModelConfig:
     """Return the config; `read.problems` names what is wrong with it."""
     read.ignore(*reads.OF_IMAGES, *reads.OF_POSITIONS, reads.VISION)
     read.fixed("norm_topk_prob", True, None)
-    return with_qwen_vision(text.read_config(read), read, SECTIONS)
+    return with_qwen_vision(text.read_config(read), read, SECTIONS, DEEPSTACK)

@@ -24,18 +24,22 @@ MOST_PIXELS = 2**24
 
 
 def with_qwen_vision(
-    config: ModelConfig, whole: ConfigReader, sections: tuple[int, int, int]
+    config: ModelConfig,
+    whole: ConfigReader,
+    sections: tuple[int, int, int],
+    deepstack: tuple[int, ...] = (),
 ) -> ModelConfig:
     """Return the config with the tower of `vision_config`, if it is there, and three positions a token.
 
-    sections   pairs that turn by each position, if config.json has none
+    sections    pairs that turn by each position, if config.json has none
+    deepstack   blocks with outputs of their own, if `vision_config` has none
     """
     if whole.raw(VISION) is None:
         return without_vision(config)
     config = with_sections(config, whole, sections, interleaved=True)
     vision = VisionReader(whole, DEFAULTS)
     read = vision.read
-    positions, deepstack = read.integer("num_position_embeddings"), _deepstack(read)
+    positions, deepstack = read.integer("num_position_embeddings"), _deepstack(read, deepstack)
     side = isqrt(positions)
     if side**2 != positions:
         read.problems.append(f"num_position_embeddings is {positions}; expected a square number")
@@ -54,8 +58,9 @@ def with_qwen_vision(
     return vision.finish(config, spec)
 
 
-def _deepstack(read: ConfigReader) -> tuple[int, ...]:
-    blocks, depth = read.integers("deepstack_visual_indexes"), read.integer("depth")
+def _deepstack(read: ConfigReader, default: tuple[int, ...]) -> tuple[int, ...]:
+    key, depth = "deepstack_visual_indexes", read.integer("depth")
+    blocks = default if read.raw(key) is None else read.integers(key)
     if len(set(blocks)) < len(blocks) or any(block >= depth for block in blocks):
         read.problems.append(
             f"deepstack_visual_indexes is {list(blocks)}; expected different blocks below depth ({depth})"

@@ -15,6 +15,8 @@ TEXT = "text_config"
 TIED = "tie_word_embeddings"
 VISION = "vision_config"
 PROCESSOR = "preprocessor_config.json"
+VIDEO_PROCESSOR = "video_preprocessor_config.json"
+NEW_PROCESSOR = "processor_config.json"
 ROPES = ("rope_parameters", "rope_scaling")
 OF_POSITIONS = ("mrope_section", "mrope_interleaved")
 # fmt: off
@@ -93,8 +95,17 @@ def read_processor(folder: Path) -> Mapping[str, Any]:
     found: Mapping[str, Any] = read_json(folder, PROCESSOR, required=False)
     if found:
         return found
-    new = read_json(folder, "processor_config.json", required=False).get("image_processor")
+    new = read_json(folder, NEW_PROCESSOR, required=False).get("image_processor")
     return new if isinstance(new, dict) else {}
+
+
+def read_video_processor(folder: Path) -> Mapping[str, Any]:
+    """Return the settings of the video processor of a checkpoint folder, from the first file that has them, or {}."""
+    new = read_json(folder, NEW_PROCESSOR, required=False).get("video_processor")
+    if isinstance(new, dict):
+        return new
+    found: Mapping[str, Any] = read_json(folder, VIDEO_PROCESSOR, required=False)
+    return found or read_json(folder, PROCESSOR, required=False)
 
 
 class VisionReader:
