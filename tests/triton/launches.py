@@ -295,6 +295,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "latents_fp8": partial(latents, fp8=True),
     "latent_decodes": partial(latent_decodes, cut=False),
     "latent_decodes_in_chunks": partial(latent_decodes, cut=True),
+    "latent_decodes_of_many_heads": partial(latent_decodes, cut=True, num_heads=128),
     "copy_pieces": copy_pieces_there_and_back,
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
