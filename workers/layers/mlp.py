@@ -11,6 +11,7 @@ from kernels.fused import fused_kernels
 from kernels.lora.rows import AdapterRows
 from kernels.routing.expert_map import ExpertMap
 from workers.layers.builder import LayerBuilder
+from workers.layers.linear import Rows
 from workers.specs.model import MlpSpec, SharedExpertSpec
 from workers.step.forward_batch import ForwardBatch
 
@@ -56,10 +57,14 @@ class SharedExpert:
         self._fused = fused_kernels(builder.device.type)
 
     def add_to(
-        self, residual_TD: torch.Tensor, h_TD: torch.Tensor, adapters: AdapterRows | None = None
+        self,
+        residual_TD: torch.Tensor,
+        rows_TD: Rows,
+        h_TD: torch.Tensor,
+        adapters: AdapterRows | None = None,
     ) -> torch.Tensor:
-        """Return residual + the output for h, a new tensor."""
-        gate_up_T2I = self.gate_up(h_TD, adapters=adapters)
+        """Return residual + the output for h, a new tensor; rows: h in the form that `gate_up` takes."""
+        gate_up_T2I = self.gate_up(rows_TD, adapters=adapters)
         inner_TI = self.down.activate(gate_up_T2I, self.activation, adapters)
         if self.gate is None:
             return self.down(inner_TI, residual_TD, adapters=adapters)
