@@ -18,6 +18,7 @@ from tests.gdn_case import EPS, exact
 from tests.triton.device import COMPILED
 from tests.triton.test_gdn import quantised, rounded
 from tests.unit.model_case import make_batch
+from workers.layers import mlp, norm
 from workers.layers.builder import LayerBuilder
 from workers.layers.moe import MoeBlock
 from workers.specs.model import MoeSpec, RouterSpec, SharedExpertSpec
@@ -83,9 +84,11 @@ def of_shared(block: MoeBlock, h_TD: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("gated", [False, True])
 @torch.inference_mode()
 def test_rows_of_the_shared_expert_are_rounded_by_the_norm(
-    quantised: list[torch.Size], gated: bool
+    quantised: list[torch.Size], monkeypatch: pytest.MonkeyPatch, gated: bool
 ) -> None:
+    monkeypatch.setattr(mlp, "fused_kernels", norm.fused_kernels)
     block = experts(gated=gated)
+    assert block.shared is not None and (block.shared.gate_of(3) is not None) == gated
     x_TD, delta_TD = torch.randn(
         2, len(ROWS.input_ids), HIDDEN, generator=torch.Generator().manual_seed(1)
     )
