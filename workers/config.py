@@ -195,7 +195,7 @@ class CacheConfig(Section):
         0.9,
         gt=0,
         le=1,
-        description="Share of GPU memory that weights and KV may take (auto, cuda).",
+        description="Share of GPU memory that weights, steps, tensors of graphs and KV may take (auto, cuda).",
     )
     cpu_memory_gib: float = Field(
         1.0, gt=0, description="KV memory a rank on CPU (auto, cpu), in GiB."

@@ -33,7 +33,7 @@ class RankRow:
     adapter_bytes  slots of LoRA adapters
     buffer_bytes   backends, the largest step, and the largest image with the embeddings that are kept
     ubatch_bytes   further all-to-alls and attentions of ubatches, 0 without ubatches
-    graph_bytes    memory pool of the CUDA graphs, 0 without graphs; CUDA's own memory for each graph is measured later
+    graph_bytes    memory pool of the CUDA graphs, 0 without graphs; CUDA's own memory for each graph is not counted
     """
 
     rank: int

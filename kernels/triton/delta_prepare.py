@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.delta_conv import convolve_rows
+from kernels.triton.delta_conv import convolve_rows, taps_of
 from kernels.triton.delta_gates import CHUNKS_AT, SIZE, decay_and_beta, power_of_two, precision
 from kernels.triton.delta_table import CHUNK, PromptTable
 
-ROWS_PER_PROGRAM = 32  # of a chunk, in the convolution
+ROWS_AT_A_TIME = 32  # of a chunk, in the convolution
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,29 +103,36 @@ def _store_gates(
 
 
 @triton.jit
-def _convolve_keys(
+def _convolve_head(
     source,
-    head,
-    place,
-    q_ptr,
-    k_ptr,
-    mask,
-    scale,
+    weight_ptr,
+    out_ptr,
+    written,
+    column,
+    channel,
+    factor,
     eps,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
+    NORM: tl.constexpr,
+    OUT_ROW: tl.constexpr,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Write one head of q or k of a chunk; pointers point to its first row."""
-    key_size: tl.constexpr = KEY_HEADS * KEY_DIM
-    column = head * KEY_DIM + tl.arange(0, KEY_DIM)
-    x = convolve_rows(*source, column, CHANNELS, WIDTH)
-    factor = tl.where(head < KEY_HEADS, scale, 1.0)
-    x = x * (tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + eps) * factor)
-    target_ptr = tl.where(head < KEY_HEADS, q_ptr, k_ptr - key_size)
-    at = place[:, None] * key_size + column[None, :]
-    tl.store(target_ptr + at, _finite(x).to(q_ptr.dtype.element_ty), mask=mask)
+    """Write one head of a chunk, with NORM its norm times `factor`; pointers point to the chunk's first row.
+
+    column, channel   of the head in a row of out_ptr, and in a row that is convolved
+    """
+    taps = taps_of(weight_ptr, channel, WIDTH)
+    for begin in tl.range(0, SIZE, ROWS):
+        place = begin + 4 * tl.arange(0, ROWS // 4)
+        rows = convolve_rows(*source, taps, place, channel, CHANNELS, WIDTH)
+        for i in tl.static_range(4):
+            x = rows[i]
+            if NORM:
+                x = x * (tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + eps) * factor)
+            mask = (place + i < written)[:, None] & (column >= 0)[None, :]
+            at = (place + i)[:, None] * OUT_ROW + column[None, :]
+            tl.store(out_ptr + at, _finite(x).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -159,8 +166,8 @@ def _convolve(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Take ROWS rows of one head of q, k or v, or the gates of all rows and heads, of some chunks."""
-    head, place = tl.program_id(0), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    """Take one head of q, k or v, or the gates of all heads, of some chunks."""
+    head = tl.program_id(0)
     key_size: tl.constexpr = KEY_HEADS * KEY_DIM
     value_size: tl.constexpr = HEADS * VALUE_DIM
     channels: tl.constexpr = 2 * key_size + value_size
@@ -168,22 +175,24 @@ def _convolve(
         tl.program_id(1), tl.load(numbers_ptr), tl.num_programs(1), disable_licm=True
     ):
         prompt, first, start, end, written = _chunk(numbers_ptr, chunk, max_chunks, max_prompts)
-        mask = (place < written)[:, None]
         signed = tl.load(slots_ptr + prompt)
         tail_ptr = conv_ptr + tl.abs(signed) * ((WIDTH - 1) * channels)
-        x_ptr, known = mixed_ptr + first * mixed_row, signed > 0
-        source = (x_ptr, mixed_row, tail_ptr, weight_ptr, place, start, end, known)
+        source = (mixed_ptr + first * mixed_row, mixed_row, tail_ptr, start, end, signed > 0)
         if head < 2 * KEY_HEADS:
-            _convolve_keys(
-                *(source, head, place, q_ptr + first * key_size, k_ptr + first * key_size, mask),
-                *(scale, eps, KEY_HEADS, KEY_DIM, channels, WIDTH),
+            channel, is_q = head * KEY_DIM + tl.arange(0, KEY_DIM), head < KEY_HEADS
+            # The columns of k lie behind those of q.
+            out_ptr = tl.where(is_q, q_ptr, k_ptr - key_size) + first * key_size
+            _convolve_head(
+                *(source, weight_ptr, out_ptr, written, channel, channel),
+                *(tl.where(is_q, scale, 1.0), eps, True, key_size, channels, WIDTH, ROWS),
             )
         elif head < 2 * KEY_HEADS + HEADS:
-            value = (head - 2 * KEY_HEADS) * VALUE_DIM + tl.arange(0, VALUE_DIM)
-            v = convolve_rows(*source, 2 * key_size + value, channels, WIDTH)
-            value_at = v_ptr + first * value_size + (place[:, None] * value_size + value[None, :])
-            tl.store(value_at, _finite(v).to(v_ptr.dtype.element_ty), mask=mask)
-        elif tl.program_id(2) == 0:
+            column = (head - 2 * KEY_HEADS) * VALUE_DIM + tl.arange(0, VALUE_DIM)
+            _convolve_head(
+                *(source, weight_ptr, v_ptr + first * value_size, written, column),
+                *(2 * key_size + column, 1.0, eps, False, value_size, channels, WIDTH, ROWS),
+            )
+        else:
             _store_gates(
                 *(gates_ptr + chunk * (HEADS * 4 * SIZE), end),
                 *(a_ptr + first * a_row, a_row, b_ptr + first * b_row, b_row),
@@ -307,7 +316,7 @@ def convolve_prompts(
     a_TV, b_TV, neg_exp_a_V, dt_bias_V = gates
     assert mixed_TC.stride(1) == a_TV.stride(1) == b_TV.stride(1) == 1
     assert conv_weight_Cw.is_contiguous() and conv_weight_Cw.shape[1] <= 4
-    _convolve[(2 * num_key_heads + num_heads + 1, table.chunk_programs, CHUNK // ROWS_PER_PROGRAM)](
+    _convolve[(2 * num_key_heads + num_heads + 1, table.chunk_programs)](
         mixed_TC,
         mixed_TC.stride(0),
         a_TV,
@@ -333,7 +342,7 @@ def convolve_prompts(
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         WIDTH=conv_weight_Cw.shape[1],
-        ROWS=ROWS_PER_PROGRAM,
+        ROWS=ROWS_AT_A_TIME,
         num_warps=4,
         num_stages=1,
     )

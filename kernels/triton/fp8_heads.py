@@ -8,6 +8,26 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+# bfloat16 of the four e4m3 values of a word; NaN becomes 480. The bits of a value in the place of a bfloat16's sign,
+# lowest exponent bits and highest mantissa bits are the value times 2^-120, also below the smallest normal number.
+E4M3_TO_BFLOATS = tl.constexpr("""{
+    .reg .b32 low, high, part, factor, zero;
+    mov.b32 factor, 0x7b807b80;
+    mov.b32 zero, 0x80008000;
+    prmt.b32 low, $4, 0, 0x1404;
+    prmt.b32 high, $4, 0, 0x3424;
+    shr.u32 part, low, 4;
+    and.b32 part, part, 0x07f007f0;
+    lop3.b32 low, low, 0x80008000, part, 0xea;
+    shr.u32 part, high, 4;
+    and.b32 part, part, 0x07f007f0;
+    lop3.b32 high, high, 0x80008000, part, 0xea;
+    fma.rn.bf16x2 low, low, factor, zero;
+    fma.rn.bf16x2 high, high, factor, zero;
+    mov.b32 {$0, $1}, low;
+    mov.b32 {$2, $3}, high;
+    }""")
+
 
 @triton.jit
 def power_of_two(exponent):

@@ -18,11 +18,11 @@ import triton.language as tl
 from triton import knobs
 
 from kernels.triton.decode_merge import Chunks, merge_chunks
-from kernels.triton.fp8_heads import packed_words, power_of_two
+from kernels.triton.fp8_heads import E4M3_TO_BFLOATS, packed_words, power_of_two
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Heads of a program. With 64 the sums over 512 values leave too few registers of an SM.
+# Heads of a program of this kernel. With 64 the sums over 512 values leave too few registers of an SM.
 FEWEST_HEADS, MOST_HEADS = 16, 32
 
 
@@ -37,33 +37,16 @@ class LatentForm:
 
 
 FORM = LatentForm(64, 8)
+# Models with 64 heads or more read latents half as often by a kernel of its own (kernels.triton.hopper_latent_decode).
+# Not compared on a GPU yet.
+WIDE = LatentForm(64, 8, 64)
 
 
 @triton.jit
 def _bfloats(words):
-    """int32 [N, W] -> bfloat16 [N, 4 W], the e4m3 values of each word in order of memory; NaN becomes 480.
-
-    The bits of a value in the place of a bfloat16's sign, lowest exponent bits and highest mantissa bits are the value
-    times 2^-120, also below the smallest normal number.
-    """
+    """int32 [N, W] -> bfloat16 [N, 4 W], the e4m3 values of each word in order of memory; NaN becomes 480."""
     a, b, c, d = tl.inline_asm_elementwise(
-        """{
-        .reg .b32 low, high, part, factor, zero;
-        mov.b32 factor, 0x7b807b80;
-        mov.b32 zero, 0x80008000;
-        prmt.b32 low, $4, 0, 0x1404;
-        prmt.b32 high, $4, 0, 0x3424;
-        shr.u32 part, low, 4;
-        and.b32 part, part, 0x07f007f0;
-        lop3.b32 low, low, 0x80008000, part, 0xea;
-        shr.u32 part, high, 4;
-        and.b32 part, part, 0x07f007f0;
-        lop3.b32 high, high, 0x80008000, part, 0xea;
-        fma.rn.bf16x2 low, low, factor, zero;
-        fma.rn.bf16x2 high, high, factor, zero;
-        mov.b32 {$0, $1}, low;
-        mov.b32 {$2, $3}, high;
-        }""",
+        E4M3_TO_BFLOATS,
         "=h,=h,=h,=h,r",
         [words],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -219,14 +202,21 @@ def _store(out_ptr, lse_ptr, of, top, total, out, RANK: tl.constexpr, PARTIAL: t
     tl.store(out_at, out, mask=used[:, None] & (value < RANK)[None, :])
 
 
-def heads_of_program(num_heads: int, form: LatentForm = FORM) -> int:
+def form_of(num_heads: int) -> LatentForm:
+    """Return the form for decodes of this many heads."""
+    return WIDE if num_heads >= WIDE.heads else FORM
+
+
+def heads_of_program(num_heads: int, form: LatentForm) -> int:
     """Return the heads of a program, a power of two."""
+    if form == WIDE:
+        return WIDE.heads
     return max(FEWEST_HEADS, min(form.heads, triton.next_power_of_2(num_heads)))
 
 
-def head_parts(num_heads: int, form: LatentForm = FORM) -> int:
-    """Return the programs that share a chunk."""
-    return -(-num_heads // heads_of_program(num_heads, form))
+def head_parts(num_heads: int, form: LatentForm | None = None) -> int:
+    """Return the programs that share a chunk; form: None is that of `form_of`."""
+    return -(-num_heads // heads_of_program(num_heads, form or form_of(num_heads)))
 
 
 def latent_decode(
@@ -237,7 +227,7 @@ def latent_decode(
     chunks: Chunks,
     *,
     scale: float,
-    form: LatentForm = FORM,
+    form: LatentForm | None = None,
 ) -> None:
     """Write the attention of all rows to out_RHC; the latents of the new tokens are in the cache already.
 
@@ -245,6 +235,7 @@ def latent_decode(
     rope     rotated part of the queries, likewise
     caches   latents float8_e4m3fn [num_blocks, block_size, C], rotated keys [num_blocks, block_size, r], exponents
              uint8 [num_blocks, block_size], contiguous
+    form     None: that of `form_of`
     """
     num_rows, num_heads, rank = q_RHC.shape
     values, keys, exponents = caches
@@ -252,6 +243,12 @@ def latent_decode(
     assert q_RHC.stride(2) == rope_RHr.stride(2) == 1 and out_RHC.is_contiguous()
     assert all(it.is_contiguous() for it in caches) and keys.shape[2] == rope_dim
     if not num_rows:
+        return
+    form = form or form_of(num_heads)
+    if form == WIDE:
+        from kernels.triton.hopper_latent_decode import hopper_latent_decode
+
+        hopper_latent_decode(q_RHC, rope_RHr, caches, out_RHC, chunks, scale=scale)
         return
     heads = heads_of_program(num_heads, form)
     partial, lse = out_RHC, out_RHC

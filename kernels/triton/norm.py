@@ -1,4 +1,7 @@
-"""Triton kernel for a residual addition followed by a root-mean-square norm. R rows of D values, S = D / 128."""
+"""Triton kernel for a residual addition followed by a root-mean-square norm, and a product of its rows with a vector.
+
+R rows of D values, S = D / 128.
+"""
 
 import torch
 import triton
@@ -9,6 +12,8 @@ from kernels.triton.fp8 import GROUP, quantise
 from kernels.triton.pdl import begin, dependent_launch
 from kernels.triton.quantise_rows import empty_scales
 
+Gate = tuple[torch.Tensor, torch.Tensor]
+
 
 @triton.jit(do_not_specialize=["scale_group"])
 def _add_rms_norm(
@@ -18,6 +23,8 @@ def _add_rms_norm(
     out_ptr,
     plain_ptr,
     scale_ptr,
+    gate_ptr,
+    logit_ptr,
     eps,
     x_row,
     delta_row,
@@ -29,6 +36,7 @@ def _add_rms_norm(
     PARTS: tl.constexpr,
     FP8: tl.constexpr,
     PLAIN: tl.constexpr,
+    GATE: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -50,10 +58,14 @@ def _add_rms_norm(
     factor = tl.rsqrt(tl.sum(x_f32 * x_f32) / WIDTH + eps)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     out = x_f32 * factor * weight
+    # The norm is rounded to the dtype of x first, as separate operators round it.
+    rounded = out.to(x_ptr.dtype.element_ty)
+    if GATE:
+        gate = tl.load(gate_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        logit = tl.sum(rounded.to(tl.float32) * gate)
+        tl.store(logit_ptr + row, logit.to(logit_ptr.dtype.element_ty))
     if FP8:
         groups = tl.arange(0, BLOCK // GROUP)
-        # The norm is rounded to the dtype of x first, as separate operators round it.
-        rounded = out.to(x_ptr.dtype.element_ty)
         if PLAIN:
             tl.store(plain_ptr + row * WIDTH + column, rounded, mask=mask)
         values, scale = quantise(tl.reshape(rounded.to(tl.float32), (BLOCK // GROUP, GROUP)))
@@ -70,15 +82,17 @@ def add_rms_norm(
     weight_D: torch.Tensor,
     eps: float,
     out_RD: torch.Tensor | None = None,
+    gate: Gate | None = None,
 ) -> torch.Tensor:
     """Add delta to x in place (None: add nothing), then return x / sqrt(mean(x^2) + eps) * weight.
 
     delta_RD    or partial sums [P, R, D], which are added in order, in float32
     out_RD      receives the result; its rows may be strided, and it may be x. None: a new contiguous tensor
+    gate        a weight [D], and [R, 1] that receives the products of the result's rows with it; None: none
     """
     if out_RD is None:
         out_RD = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
-    _launch(x_RD, delta_RD, weight_D, eps, out_RD)
+    _launch(x_RD, delta_RD, weight_D, eps, out_RD, gate=gate)
     return out_RD
 
 
@@ -88,6 +102,7 @@ def add_rms_norm_fp8(
     weight_D: torch.Tensor,
     eps: float,
     plain_RD: torch.Tensor | None = None,
+    gate: Gate | None = None,
 ) -> Fp8Rows:
     """As `add_rms_norm`, with the result in FP8. D is a multiple of 128.
 
@@ -98,7 +113,7 @@ def add_rms_norm_fp8(
     values_RD = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x_RD.device)
     scale_RS = empty_scales(num_rows, width // GROUP, x_RD.device)
     assert plain_RD is None or plain_RD.is_contiguous()
-    _launch(x_RD, delta_RD, weight_D, eps, values_RD, scale_RS, plain_RD)
+    _launch(x_RD, delta_RD, weight_D, eps, values_RD, scale_RS, plain_RD, gate)
     return Fp8Rows(values_RD, scale_RS)
 
 
@@ -110,8 +125,12 @@ def _launch(
     out_RD: torch.Tensor,
     scale_RS: torch.Tensor | None = None,
     plain_RD: torch.Tensor | None = None,
+    gate: Gate | None = None,
 ) -> None:
     num_rows, width = x_RD.shape
+    gate_D, logit_R1 = (weight_D, out_RD) if gate is None else gate
+    assert gate is None or (logit_R1.shape == (num_rows, 1) and gate_D.shape == (width,))
+    assert gate_D.is_contiguous() and (gate is None or logit_R1.is_contiguous())
     parts = 0 if delta_RD is None else delta_RD.shape[0] if delta_RD.dim() == 3 else 1
     delta_RD = x_RD if delta_RD is None else delta_RD
     assert delta_RD.shape[-2:] == out_RD.shape == x_RD.shape
@@ -125,6 +144,8 @@ def _launch(
             out_RD,
             out_RD if plain_RD is None else plain_RD,
             out_RD if scale_RS is None else scale_RS,
+            gate_D,
+            logit_R1,
             eps,
             x_RD.stride(0),
             delta_RD.stride(-2),
@@ -136,6 +157,7 @@ def _launch(
             PARTS=parts,
             FP8=scale_RS is not None,
             PLAIN=plain_RD is not None,
+            GATE=gate is not None,
             GROUP=GROUP,
             **dependent_launch(num_rows),
             num_warps=max(1, min(16, block // 512)),

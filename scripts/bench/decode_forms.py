@@ -105,6 +105,8 @@ def time_latents(
     assert dims is not None
     forms = {(64, 8): 1, (32, 8): 1, (16, 4): 2}
     forms |= {(64, 8, 16): 1, (32, 8, 16, 128): 2, (32, 4, 16): 2, (16, 4, 16): 3}
+    wide = latent_decode.WIDE
+    forms |= {(wide.keys, wide.num_warps, wide.heads): 1}
     variants = [
         Variant(form, programs, latent_decode.head_parts(spec.num_heads, form))
         for values, programs in forms.items()

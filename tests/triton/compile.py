@@ -44,6 +44,7 @@ LARGE = (
     "push_sums_kernel",
     "paged_decode_kernel",
     "latent_decode_kernel",
+    "hopper_latent_decode_kernel",
     "warp_decode_fp8_kernel",
     "shared_decode_kernel",
 )

@@ -1,12 +1,13 @@
-"""Runs a module of kernels written in Gluon, without copies to shared memory, as Python: registers are torch's tensors.
+"""Runs a module of kernels written in Gluon, without groups of warps, as Python: registers are torch's tensors.
 
+A product of groups of warps happens when it is waited for, so that one whose operands are overwritten before is wrong.
 Assembly is replaced by functions of the test. Layouts are the compiler's: test_forms.py compiles the same kernels, and
 a conversion that is asserted to move nothing fails there if it does.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,13 +16,15 @@ from unittest import mock
 
 import torch
 
-from tests.triton.gluon_in_python import Pointer, _memory
+from tests.triton.gluon_in_python import Pending, Pointer, Shared, _finish, _memory
 
 Assembly = Mapping[str, Callable[..., tuple[torch.Tensor, ...]]]
 
 
 class Values(torch.Tensor):
     """A tensor in registers."""
+
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
 
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> "Values":  # type: ignore[override]
         plain = self.as_subclass(torch.Tensor)
@@ -54,14 +57,42 @@ class Language:
     def __init__(self, assembly: Assembly):
         self.program = (0, 0)
         self._assembly = assembly
+        self._products: Pending = []
+
+    def multiply(
+        self, x: Shared, y: Shared, total: torch.Tensor, *, use_acc: bool, is_async: bool
+    ) -> torch.Tensor:
+        """Begin a product, which is no number before it is waited for."""
+        assert is_async
+        out = values(torch.full_like(total, float("nan")))
+        before = total if use_acc else torch.zeros_like(total)
+        product = lambda: out.copy_(before + x.values.float() @ y.values.float())  # noqa: E731
+        self._products.append(product)
+        return out
+
+    def wait(self, left: int, results: tuple[Any, ...]) -> Any:
+        """Wait for all but the last `left` products."""
+        _finish(self._products, left)
+        return results if len(results) > 1 else results[0]
+
+    def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        """Shared memory, at first not numbers."""
+        memory = torch.empty(shape, dtype=dtype)
+        memory.view(torch.uint8).fill_(255)
+        return Shared(values(memory))
 
     def namespace(self) -> SimpleNamespace:
         """Return the names."""
         layouts = ("DistributedLinearLayout", "NVMMADistributedLayout", "DotOperandLayout")
-        types = ("int32", "int64", "float32", "float16")
+        types = ("int32", "int64", "float32", "float16", "bfloat16")
         return SimpleNamespace(
             **dict.fromkeys((*layouts, "BlockedLayout", "SliceLayout"), Layout),
+            SwizzledSharedLayout=Layout,
+            NVMMASharedLayout=SimpleNamespace(get_default_for=Layout),
             **{name: getattr(torch, name) for name in types},
+            float8e4nv=torch.float8_e4m3fn,
+            allocate_shared_memory=self.allocate,
+            thread_barrier=lambda: None,
             constexpr=Constant,
             program_id=lambda axis: values(torch.tensor(self.program[axis], dtype=torch.int32)),
             load=lambda at, mask=True, other=0: values(_load(at, mask, other)),
@@ -71,7 +102,7 @@ class Language:
             zeros=lambda shape, dtype, _: values(torch.zeros(shape, dtype=dtype)),
             convert_layout=lambda x, _, assert_trivial=False: x,
             inline_asm_elementwise=lambda asm, _, args, *__: tuple(
-                values(x) for x in self._assembly[asm](*args)
+                values(x) for x in self._assembly[getattr(asm, "value", asm)](*args)
             ),
             join=lambda x, y: torch.stack((x, y), -1),
             split=lambda x: x.unbind(-1),
@@ -122,8 +153,11 @@ class _Kernel:
         return launch
 
 
-def in_python(name: str, assembly: Assembly) -> ModuleType:
-    """Return the module of this name, its kernels run as Python; assembly: what stands in for each text."""
+def in_python(name: str, assembly: Assembly, parts: Sequence[str] = ()) -> ModuleType:
+    """Return the module of this name, its kernels run as Python, and with it those of `parts`, which it imports.
+
+    assembly   what stands in for each text
+    """
     language, root = Language(assembly), "triton.experimental.gluon"
 
     def jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
@@ -138,10 +172,19 @@ def in_python(name: str, assembly: Assembly) -> ModuleType:
         root: gluon,
         f"{root}.language": gluon.language,
         f"{root}.language.nvidia.ampere": SimpleNamespace(mma_v2=mma),
+        f"{root}.language.nvidia.hopper": SimpleNamespace(
+            fence_async_shared=lambda: None,
+            warpgroup_mma=language.multiply,
+            warpgroup_mma_wait=language.wait,
+        ),
+        f"{root}.nvidia.hopper": SimpleNamespace(TensorDescriptor=None),
     }
-    spec = find_spec(name)
-    assert spec is not None and spec.origin is not None
-    found = ModuleType(name)
-    with mock.patch.dict(sys.modules, modules):
-        exec(compile(Path(spec.origin).read_text(), spec.origin, "exec"), found.__dict__)
+    for part in (*parts, name):
+        spec = find_spec(part)
+        assert spec is not None and spec.origin is not None
+        modules[part] = ModuleType(part)
+        source = compile(Path(spec.origin).read_text(), spec.origin, "exec")
+        with mock.patch.dict(sys.modules, modules):
+            exec(source, modules[part].__dict__)
+    found: ModuleType = modules[name]
     return found

@@ -55,6 +55,9 @@ def _norm(at: Inputs) -> None:
     add_rms_norm_fp8(at.rows(256), None, at.rows(256)[0], 1e-6, torch.empty_like(at.rows(256)))
     parts, wide = at.rows(2, WIDTH).view(2, at.size, WIDTH), at.rows(2 * WIDTH)
     add_rms_norm(x, parts, weight, 1e-6, wide[:, :WIDTH])
+    gate = weight, at.rows(1)
+    add_rms_norm(x, None, weight, 1e-6, gate=gate)
+    add_rms_norm_fp8(at.rows(256), None, at.rows(256)[0], 1e-6, gate=(at.rows(256)[0], at.rows(1)))
 
 
 def _gates(at: Inputs) -> None:
@@ -295,6 +298,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "latents_fp8": partial(latents, fp8=True),
     "latent_decodes": partial(latent_decodes, cut=False),
     "latent_decodes_in_chunks": partial(latent_decodes, cut=True),
+    "latent_decodes_of_many_heads": partial(latent_decodes, cut=True, num_heads=128),
     "copy_pieces": copy_pieces_there_and_back,
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),

@@ -72,10 +72,10 @@ def _shared_programs(head_dim: int) -> list[int]:
 
 
 def _latent_decode_programs() -> list[int]:
-    """Launch decodes over latents of 16 and of more heads; a program has an SM alone."""
-    for num_heads in (16, 20):
+    """Launch decodes over latents of 16 and of more heads, in each form; a program has an SM alone."""
+    for num_heads in (16, 20, 128):
         latent_decodes(Inputs(DEVICE, 16, 0), cut=True, num_heads=num_heads)
-    return [1, 1]
+    return [1, 1, 1]
 
 
 LAUNCHES: dict[str, Callable[[], list[int]]] = {

@@ -106,6 +106,20 @@ def test_add_rms_norm_fp8(width: int):
     assert found.scales.stride(0) == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_multiply_by_a_gate(dtype: torch.dtype):
+    """The rows that they return, whether these are in FP8 or not."""
+    x, delta = randn(5, 384, dtype=dtype), randn(5, 384, dtype=dtype)
+    weight, vector = randn(384, dtype=dtype), randn(384, dtype=dtype) / 16
+    another, logits = x.clone(), randn(2, 5, 1, dtype=dtype)
+    normed = add_rms_norm(x, delta, weight, 1e-6, None, (vector, logits[0]))
+    plain = torch.empty_like(x)
+    add_rms_norm_fp8(another, delta, weight, 1e-6, plain, (vector, logits[1]))
+    close(logits[0], normed.float() @ vector.float()[:, None])
+    close(logits[1], plain.float() @ vector.float()[:, None])
+    assert torch.equal(x, another)
+
+
 def test_norm_of_strided_rows_in_place():
     """As of all heads of q beside those of k and v."""
     wide, weight = randn(5, 96), randn(64)

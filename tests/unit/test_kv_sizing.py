@@ -16,7 +16,7 @@ from workers.rank.kv_sizing import OwnBytes, check_longest_request_fits, free_by
 from workers.runner.graph_sizes import GraphSizes
 from workers.step.step_sync import GraphMode
 
-POOL, WHOLE, UBATCHED, OTHERS = 1000, 10, 30, 7
+POOL, WHOLE, UBATCHED, BUFFERS = 1000, 10, 30, 7
 
 
 class FakeGraphs:
@@ -24,17 +24,18 @@ class FakeGraphs:
 
     def __init__(self, device):
         self.device, self.captured, self.closed = device, [], False
-        self.device.used += OTHERS
+        self.device.reserved += BUFFERS
 
     def count(self, keys):
         return sum(1 + (k.mode == GraphMode.MIXED or (k.rows >= 8 and not k.ubatch)) for k in keys)
 
     def capture(self, keys):
+        before = self.device.reserved
         for key in keys:
-            self.device.used += self.count([key]) * (UBATCHED if key.ubatch else WHOLE)
-            self.device.used += 0 if self.captured else POOL
+            self.device.reserved += self.count([key]) * (UBATCHED if key.ubatch else WHOLE)
+            self.device.reserved += 0 if self.captured else POOL
             self.captured.append(key)
-        return 0  # of tensors: all of it is the driver's
+        return self.device.reserved - before
 
     def close(self):
         self.closed = True
@@ -42,15 +43,21 @@ class FakeGraphs:
 
 @pytest.mark.parametrize("num_ubatches", [0, 2, 3])
 def test_all_forms_of_all_sizes_are_counted(monkeypatch, num_ubatches):
-    device = SimpleNamespace(used=500)
+    """The device's free memory is not read: it would count other processes."""
+    device = SimpleNamespace(reserved=500, cached=90)
     made = []
 
     def make_graphs(sizes):
         made.append(FakeGraphs(device))
         return made[0]
 
+    def empty_cache():
+        device.cached = 0
+
     cuda = SimpleNamespace(
-        empty_cache=lambda: None, mem_get_info=lambda: (10**6 - device.used, 10**6)
+        empty_cache=empty_cache,
+        memory_reserved=lambda: device.reserved + device.cached,
+        mem_get_info=lambda: pytest.fail("counts other processes"),
     )
     monkeypatch.setattr(kv_sizing, "torch", SimpleNamespace(cuda=cuda))
     ubatches = SimpleNamespace(num_ubatches=num_ubatches) if num_ubatches else None
@@ -59,10 +66,30 @@ def test_all_forms_of_all_sizes_are_counted(monkeypatch, num_ubatches):
     assert made[0].closed
     captured = made[0].captured
     assert captured[0].rows == 64 and len(captured) == 2 + bool(num_ubatches)
-    largest = OTHERS + POOL + 2 * WHOLE + (2 * UBATCHED if num_ubatches else 0)
+    largest = BUFFERS + POOL + 2 * WHOLE + (2 * UBATCHED if num_ubatches else 0)
     # Eight graphs of whole steps, all but the decodes of one and two rows in two forms, and seven of ubatches.
     others = 8 - 1 + num_ubatches * 7
     assert found == int(1.1 * (largest + others * WHOLE))
+
+
+@pytest.mark.parametrize("each", [0, -5])
+def test_graphs_within_the_memory_of_the_largest_add_nothing(monkeypatch, each):
+    """A capture may also free more of torch's memory than it takes."""
+    device = SimpleNamespace(reserved=500)
+
+    class Within(FakeGraphs):
+        def capture(self, keys):
+            super().capture(keys)
+            if len(self.captured) == 1:
+                return 0
+            device.reserved += each - WHOLE * self.count(keys)
+            return each
+
+    cuda = SimpleNamespace(empty_cache=lambda: None, memory_reserved=lambda: device.reserved)
+    monkeypatch.setattr(kv_sizing, "torch", SimpleNamespace(cuda=cuda))
+    runner = SimpleNamespace(make_graphs=lambda sizes: Within(device), ubatches=None)
+    found = kv_sizing.graph_bytes(runner, GraphSizes((1, 2, 8), (16, 64)))
+    assert found == int(1.1 * (BUFFERS + POOL + 2 * WHOLE))
 
 
 def test_no_graphs_take_nothing():

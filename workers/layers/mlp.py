@@ -11,6 +11,8 @@ from kernels.fused import fused_kernels
 from kernels.lora.rows import AdapterRows
 from kernels.routing.expert_map import ExpertMap
 from workers.layers.builder import LayerBuilder
+from workers.layers.linear import Rows
+from workers.layers.norm import Gate
 from workers.specs.model import MlpSpec, SharedExpertSpec
 from workers.step.forward_batch import ForwardBatch
 
@@ -55,16 +57,31 @@ class SharedExpert:
         self.gate = builder.dense(1, dim) if spec.gated else None
         self._fused = fused_kernels(builder.device.type)
 
+    def gate_of(self, num_rows: int) -> Gate | None:
+        """Return what the norm before multiplies its rows by and where to; None: `add_to` does so, or has no gate."""
+        if self.gate is None or self._fused is None:
+            return None
+        weight_1D = self.gate.weight
+        return weight_1D[0], weight_1D.new_empty(num_rows, 1)
+
     def add_to(
-        self, residual_TD: torch.Tensor, h_TD: torch.Tensor, adapters: AdapterRows | None = None
+        self,
+        residual_TD: torch.Tensor,
+        rows_TD: Rows,
+        h_TD: torch.Tensor,
+        gate: Gate | None,
+        adapters: AdapterRows | None = None,
     ) -> torch.Tensor:
-        """Return residual + the output for h, a new tensor."""
-        gate_up_T2I = self.gate_up(h_TD, adapters=adapters)
+        """Return residual + the output for h, a new tensor.
+
+        rows   h in the form that `gate_up` takes
+        gate   of `gate_of`, after the norm
+        """
+        gate_up_T2I = self.gate_up(rows_TD, adapters=adapters)
         inner_TI = self.down.activate(gate_up_T2I, self.activation, adapters)
         if self.gate is None:
             return self.down(inner_TI, residual_TD, adapters=adapters)
-        logit_T1 = self.gate(h_TD)
         out_TD = self.down(inner_TI, adapters=adapters)
-        if self._fused is not None:
-            return self._fused.gated_sum(residual_TD, out_TD, logit_T1)
-        return torch.addcmul(residual_TD, out_TD, logit_T1.sigmoid_())
+        if self._fused is not None and gate is not None:
+            return self._fused.gated_sum(residual_TD, out_TD, gate[1])
+        return torch.addcmul(residual_TD, out_TD, self.gate(h_TD).sigmoid_())

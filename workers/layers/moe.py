@@ -12,11 +12,14 @@ import torch
 
 from kernels.backends.select import Backends
 from kernels.lora.experts import ExpertAdapters
+from kernels.lora.rows import AdapterRows
 from kernels.routing.expert_map import ExpertMap, kept_runs, runs
 from kernels.routing.forced_routing import ForcedRouting
 from kernels.slot_table import SlotTable
 from workers.layers.builder import LayerBuilder
+from workers.layers.linear import Rows
 from workers.layers.mlp import SharedExpert
+from workers.layers.norm import Gate
 from workers.layers.router import route_tokens
 from workers.specs.model import MoeSpec
 from workers.step.forward_batch import ForwardBatch
@@ -189,15 +192,16 @@ class MoeBlock:
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Every rank calls this in every step, with tokens or without. residual_TD is overwritten."""
-        buffer_TD = self.all2all.dispatch_buffer(len(residual_TD))
-        residual_TD, h_TD = self.norm.add(residual_TD, hidden_TD, buffer_TD)
+        gate = None if self.shared is None else self.shared.gate_of(len(residual_TD))
+        residual_TD, rows_TD, h_TD = self._normed(residual_TD, hidden_TD, batch.adapters, gate)
         slots_TK, topk_weights_TK = self._route(h_TD, batch)
         if (column := self.all2all.slot_column) is not None:
             slots_T = None if self.lora is None else batch.adapter_slots
             slots_TK, topk_weights_TK = column.beside(slots_TK, topk_weights_TK, slots_T)
         pending = self.all2all.dispatch(h_TD, slots_TK, topk_weights_TK)
         if self.shared is not None:  # computed while the rows travel
-            residual_TD = self.shared.add_to(residual_TD, h_TD, batch.adapters)
+            inputs = residual_TD, rows_TD, h_TD
+            residual_TD = self.shared.add_to(*inputs, gate, batch.adapters)
         expert_input = pending.wait()
         if self.expert_load.counting:
             self.expert_load.add(self._layer, expert_input.offs_e)
@@ -206,6 +210,20 @@ class MoeBlock:
             expert_input, self.w13_e2ID, self.w2_eDI, self.spec.activation, self._biases, adapters
         )
         return residual_TD, self.all2all.combine(y_RD, expert_input.handle).wait()
+
+    def _normed(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        adapters: AdapterRows | None,
+        gate: Gate | None,
+    ) -> tuple[torch.Tensor, Rows, torch.Tensor]:
+        """Return the sum of both, and its norm in the form that the shared expert takes and in the model's dtype."""
+        buffer_TD = self.all2all.dispatch_buffer(len(residual_TD))
+        if self.shared is None or buffer_TD is not None:
+            residual_TD, h_TD = self.norm.add(residual_TD, hidden_TD, buffer_TD, gate)
+            return residual_TD, h_TD, h_TD
+        return self.norm.add_for_both(self.shared.gate_up, residual_TD, hidden_TD, adapters, gate)
 
     def _route(self, h_TD: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots of each row's experts, and their weights."""

@@ -15,6 +15,8 @@ from kernels.lora.rows import AdapterRows
 from kernels.native.dense import dense_kernels
 from workers.layers.linear import Linear
 
+Gate = tuple[torch.Tensor, torch.Tensor]
+
 
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32.
@@ -79,15 +81,18 @@ class RMSNorm:
         x_TD: torch.Tensor,
         delta_TD: torch.Tensor | None,
         out_TD: torch.Tensor | None = None,
+        gate: Gate | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add delta to x in place; return x and its norm.
 
         delta   [T, D], or parts [P, T, D] of a sum; None: no addition
         out     receives the norm, rows maybe strided, may be x itself; None: a new contiguous tensor
+        gate    a weight [D], and [T, 1] that receives the products of the norm's rows with it; on GPUs
         """
         if self.triton is not None:
-            normed = self.triton.add_rms_norm(x_TD, delta_TD, self.weight, self.eps, out_TD)
+            normed = self.triton.add_rms_norm(x_TD, delta_TD, self.weight, self.eps, out_TD, gate)
             return x_TD, normed
+        assert gate is None, "Triton's kernel alone multiplies by a gate"
         if delta_TD is not None:
             x_TD.add_(sum_partials(delta_TD))
         return x_TD, self(x_TD) if out_TD is None else out_TD.copy_(self(x_TD))
@@ -110,13 +115,14 @@ class RMSNorm:
         x_TD: torch.Tensor,
         delta_TD: torch.Tensor | None,
         adapters: AdapterRows | None = None,
+        gate: Gate | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | Fp8Rows, torch.Tensor]:
         """As `add_for`; return the norm in the dtype of x too, the same tensor if that is the form."""
         if self.triton is None or not linear.takes_fp8(x_TD, adapters):
-            x_TD, normed_TD = self.add(x_TD, delta_TD)
+            x_TD, normed_TD = self.add(x_TD, delta_TD, gate=gate)
             return x_TD, normed_TD, normed_TD
         plain_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-        rows = self.triton.add_rms_norm_fp8(x_TD, delta_TD, self.weight, self.eps, plain_TD)
+        rows = self.triton.add_rms_norm_fp8(x_TD, delta_TD, self.weight, self.eps, plain_TD, gate)
         return x_TD, rows, plain_TD
 
     def _call_fused(self, x: torch.Tensor) -> torch.Tensor:

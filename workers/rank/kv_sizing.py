@@ -72,16 +72,20 @@ def own_bytes(
 
 
 def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
-    """Return the bytes of graphs of these sizes, with graphs of ubatches. Collective; ends the use of the runner.
+    """Return the bytes that torch reserves for graphs of these sizes. Collective; ends the use of the runner.
 
     All graphs share a memory pool, which the largest graph of whole steps and of ubatches fills. Each further graph
     takes the bytes of a graph of the next size; a step of n ubatches has n graphs. Those of a draft model have a layer
     for each of its passes.
+
+    Only torch's allocator of this process is read. CUDA's own memory for the executable of a graph is not counted,
+    because only the device's free memory shows it, and other processes change that too. It has to fit into the part of
+    the GPU that `cache.memory_fraction` leaves.
     """
     if not sizes:
         return 0
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
+    before = torch.cuda.memory_reserved()
     graphs = runner.make_graphs(sizes)
     keys = sorted(sizes.whole_steps(), key=lambda key: (key.rows, key.mode), reverse=True)
     graphs.capture(keys[:1])
@@ -93,10 +97,8 @@ def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
     if sizes.draft:
         layers = graphs.count(keys) + sum(key.drafts for key in sizes.further_passes())
         count += -(-layers // runner.model.config.num_layers)
-    left, _ = torch.cuda.mem_get_info()
-    graphs.capture(keys[1:2])
-    each = (left - torch.cuda.mem_get_info()[0]) / max(1, graphs.count(keys[1:2]))
-    largest = free - left
+    largest = torch.cuda.memory_reserved() - before
+    each = graphs.capture(keys[1:2]) / max(1, graphs.count(keys[1:2]))
     graphs.close()
     return int(_MARGIN * (largest + max(0, each) * (count - 1)))
 
