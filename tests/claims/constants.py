@@ -7,7 +7,7 @@ from cluster.api.images.geometry import Geometry
 from cluster.api.request import uploads
 from cluster.api.settings import ApiSettings
 from cluster.bench.report import LATE_MS
-from cluster.client import refusals, router, stream_watch
+from cluster.client import group_streams, refusals, router, stream_watch
 from cluster.commands import check_cluster, reaper, start
 from cluster.config.images_section import ImagesConfig
 from cluster.config.phalanx_config import ClusterConfig
@@ -196,6 +196,8 @@ def operations() -> Iterator[str]:
     yield "`serve.limits.request_timeout_s`, an hour by default"
     assert secure_socket.PING_MS + secure_socket.ANSWER_MS < 10_000 and stream_watch.SILENCE_S < 10
     yield "is noticed within 10 s"
+    assert ApiSettings.stats_timeout_s > group_streams.STATS_S
+    yield f"A rank that does not answer within {group_streams.STATS_S} s"
     assert actor.LOST_CHECKS * actor.FOLLOW_S == 60
     yield "give back their places a minute after Ray has reported it"
     yield f"each of its ranks has sent a token within the last {ApiSettings.probe_fresh_s:.0f} s"
