@@ -93,6 +93,6 @@ def test_the_first_start_ends_with_a_rank_that_hangs_as_it_fetches_the_checkpoin
     roster.config = roster.wanted = roster.config.model_copy(update={"model": model})
     ranks[1].hang |= {"fetch_checkpoint", "progress"}
     asyncio.run(subject.start())
-    state, _, error = subject.health
-    assert state == "failed" and launcher.killed == 1
-    assert error.startswith("start failed at stage 'checkpoint': no rank reported progress for 0.0")
+    assert subject.health.state == "failed" and launcher.killed == 1
+    message = "start failed at stage 'checkpoint': no rank reported progress for 0.0"
+    assert subject.health.error.startswith(message)
