@@ -1,8 +1,9 @@
 """Gaps between tokens of open streams while experts move between ranks, beside the gaps while they stay.
 
     python -m scripts.bench.expert_moves                                    # two CPU ranks, the demo model
-    python -m scripts.bench.expert_moves --share-gpu --set kernels.all2all=allgather \\
-        --config configs/gpu-bench.yaml --out docs/results/gpu-expert-moves # two ranks on one GPU
+    python -m scripts.bench.expert_moves --share-gpu --config configs/gpu-bench.yaml --set kernels.all2all=allgather \\
+        --set cache.num_blocks=4096 --set 'scheduler.cuda_graph_sizes=[8, 1024]' \\
+        --out docs/results/gpu-expert-moves                                 # two ranks on one GPU
 
 Writes OUT.json. One process for each rank, without Ray and HTTP. In a round every rank decodes a fixed number of
 streams; rounds in which experts stay and rounds in which they move take turns, so a slow spell of the machine meets
