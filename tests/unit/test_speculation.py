@@ -161,6 +161,16 @@ def test_expected_shares_lie_between_the_shares_and_that_of_all(shares, of_all):
     assert (found <= np.maximum(share_S, of_all) + 1e-9).all()
 
 
+def test_a_sequence_with_two_steps_since_the_last_vote_votes_its_drafts_once():
+    drafts, seq = speculator(num_draft_tokens=3), sequence([1], output=[4] * 9)
+    for _ in range(2):
+        seq.token_ids.append(4)
+        drafts.committed(new_tokens(seq))
+    drafts.settle()
+    assert drafts.vote(1)["drafts"] == 3
+    assert drafts.vote(0).get("drafts", 0) == 0, "no sequence decodes"
+
+
 def test_a_sequence_with_unlikely_drafts_does_not_wait_for_its_token_though_others_draft():
     """The limit is that of the group: drafts of another rank may pay."""
     drafts = speculator()

@@ -5,6 +5,7 @@ because they change only the number of its tokens, which each rank votes anyway.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import numpy as np
 
@@ -105,7 +106,8 @@ class Speculator:
                     all_right += right
                     all_wrong += wrong
         self._of_all.count(all_right, all_wrong)
-        alive = [seq for new, _ in unsettled for seq in new.seqs if not seq.finished]
+        committed = dict.fromkeys(chain.from_iterable(new.seqs for new, _ in unsettled))
+        alive = [seq for seq in committed if not seq.finished]
         acceptance_S = self._acceptance_of(alive)
         for seq, share in zip(alive, acceptance_S.tolist(), strict=True):
             pays = self._pays(seq) and (share >= LEAST_SURVIVAL or not self._adaptive)
@@ -171,7 +173,7 @@ class Speculator:
             if self._limit is not None:
                 budget = min(budget, self._limit - num_decodes)
         most = min(self._most, budget)
-        if most < 1:
+        if most < 1 or not seqs:
             return
         seqs = [seq for seq in seqs if seq not in self._waiting]
         found = [(seq, drafts) for seq in seqs if (drafts := self._drafter.propose(seq, most))]
