@@ -68,7 +68,6 @@ def test_groups_with_more_ranks_on_a_node_get_their_places_first(
     monkeypatch.setattr(placement, "create", create)
     monkeypatch.setattr(placement, "wait_ready", wait_ready)
     monkeypatch.setattr(RankLauncher, "start", start)
-    monkeypatch.setattr(RankLauncher, "_rank_environment", lambda self: {})
     groups = {"one": 1, "four": 4, "three": 3, "two": 2}
     configs = {name: rank_config(num_ranks) for name, num_ranks in groups.items()}
 
