@@ -13,7 +13,6 @@ from tests.cluster import hosts
 from tests.cluster.hosts import ROOT, Bed, Host, wait_for
 from tests.cluster.launched import TOKEN, Server, rank_processes, ray_command, share_token
 from tests.held_reads import HeldReads
-from workers.kv_transfer.nixl_memory import PACKAGE
 
 START_S = 300.0
 SILENCE_S = 100.0
@@ -143,8 +142,8 @@ class Split:
         pool = (POOLS[self._first], "cluster.nodes=2", "cluster.ranks=3", "cache.transfer=nixl")
         self._server = self._start(*pool)
         groups = json.loads(self._python(HOSTS_OF_GROUPS))
-        for host, role in ((self.prefill, "prefill"), (self.decode, "decode")):
-            assert [host.address] == [at for name, at in groups.items() if role in name], groups
+        places = {name.partition(":")[0]: address for name, address in groups.items()}
+        assert places == {"phalanx-0": self.prefill.address, "phalanx-1": self.decode.address}
 
     def ask(self, number: int = 1) -> Asked:
         """Begin a request, of which no rank has a token in its cache."""
@@ -158,7 +157,7 @@ class Split:
 
     def states(self) -> dict[str, str]:
         """The state of each group, by its role."""
-        return {group["name"].split("-")[1]: group["state"] for group in self.server.groups()}
+        return {group["role"]: group["state"] for group in self.server.groups()}
 
     def wait_fetched(self) -> None:
         """Return when a prompt has been handed over."""
@@ -193,7 +192,7 @@ class Split:
 
 def _package() -> list[Path]:
     """The folder that has the package of NIXL, if that is none of Python's own."""
-    spec = importlib.util.find_spec(PACKAGE)
+    spec = importlib.util.find_spec("nixl_cu12")
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parents[1]
     return [] if folder.is_relative_to(sys.prefix) else [folder]

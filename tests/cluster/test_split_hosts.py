@@ -13,9 +13,9 @@ import pytest
 from tests.cluster import hosts
 from tests.cluster.hosts import wait_for
 from tests.cluster.split import NUM_REQUESTS, START_S, Asked, Split, split
-from workers.kv_transfer.nixl_memory import nixl_missing
+from workers.kv_transfer.nixl_memory import nixl_unavailable
 
-REASON = hosts.unavailable() or nixl_missing()
+REASON = hosts.unavailable() or nixl_unavailable()
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
