@@ -22,7 +22,7 @@ import torch
 from kernels.attention.base import AttentionBatch, GraphAttention, GraphForm
 from kernels.attention.flashinfer_decodes import Pages, Shape, prompts_are_new
 from kernels.attention.flashinfer_graphs import GraphPlans
-from kernels.attention.flashinfer_modules import compile_modules, import_failure
+from kernels.attention.flashinfer_modules import compile_modules, import_failure, plan_quickly
 from kernels.attention.flashinfer_plans import (
     WORKSPACE_BYTES,
     EagerPlans,
@@ -118,6 +118,7 @@ class FlashInferAttention(GraphAttention):
         from kernels.triton.paged import list_pages, store_kv
         from kernels.triton.qk_rope import norm_rotate_store
 
+        plan_quickly()
         self._flashinfer: Any = flashinfer
         self._list_pages, self._store_kv = list_pages, store_kv
         self._norm_rotate_store = norm_rotate_store

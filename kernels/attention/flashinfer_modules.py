@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -50,6 +51,24 @@ def import_failure() -> str | None:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return lines[0]
     return None
+
+
+def plan_quickly() -> None:
+    """Let flashinfer, which is imported, take the maximum of a tensor at once in its plans.
+
+    flashinfer 0.6 calls Python's `max` with the lengths of sequences, for which torch makes a tensor of each. That
+    takes 0.7 ms for 512 sequences, twice in each plan of prompts and of decodes with drafts.
+    """
+    for name in ("flashinfer.prefill", "flashinfer.decode"):
+        if (module := sys.modules.get(name)) is not None:
+            vars(module)["max"] = _largest
+
+
+def _largest(*values: Any, **options: Any) -> Any:
+    """As `max`, of a tensor by torch."""
+    if len(values) == 1 and isinstance(values[0], torch.Tensor):
+        return values[0].max()
+    return max(*values, **options)
 
 
 class Wanted(NamedTuple):

@@ -64,8 +64,9 @@ class FakeDeepGemm:
 
 def fp8(monkeypatch: pytest.MonkeyPatch, *, skinny: bool) -> GroupedGemm:
     monkeypatch.setattr(deepgemm, "load_deep_gemm", FakeDeepGemm)
-    properties = SimpleNamespace(multi_processor_count=4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    if not COMPILED:
+        properties = SimpleNamespace(multi_processor_count=4)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     gemm = deepgemm.DeepGemmFp8()
     monkeypatch.setattr(gemm._skinny, "takes", lambda _: skinny)
     return gemm
