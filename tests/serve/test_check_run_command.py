@@ -4,9 +4,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from cluster.config.examples import DEMO
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_exchange_rows(ray_address: str) -> None:
     settings = ["cluster.ranks=2", "cluster.device=cpu", f"cluster.ray_address={ray_address}"]
     options = [part for setting in settings for part in ("--set", setting)]
