@@ -25,13 +25,11 @@ from scripts.bench.results import (
     add_options,
     markdown_table,
     measure_or_redraw,
-    origin,
     origin_line,
-    save,
-    write,
 )
 from scripts.bench.timeline import check, scaled
 from scripts.bench.timeline_ranks import Loop, State, start_epoch
+from scripts.bench.turns import write_turns
 from workers.config import RankConfig
 from workers.rank.epoch import Epoch
 from workers.rank.process_group import local_rendezvous
@@ -105,22 +103,7 @@ def measure(options: argparse.Namespace) -> None:
     with local_rendezvous() as rendezvous:
         task = (config, states, rendezvous, options.rounds, options.profiled)
         outcome = run_group(run_rank, task, config.num_ranks, limits_from_now(options))
-    reports = [report for report in outcome.reports if "state" in report]
-    if reports:
-        (start,) = (report["start"] for report in outcome.reports if "start" in report)
-        found = {
-            **origin(config.num_ranks if config.device == "cuda" else 0, options.commit),
-            "method": __doc__,
-            "model": Path(config.model.path).name,
-            "ranks": config.num_ranks,
-            **start,
-            "rows": rows_of(reports),
-        }
-        save(options.out, found)
-        write(options.out, found, page)
-        print(options.out.with_suffix(".md").read_text())
-    if outcome.failure is not None:
-        raise SystemExit(outcome.failure)
+    write_turns(options, config, outcome, page, method=__doc__, name="rows", rows_of=rows_of)
 
 
 def run_rank(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.client import engine_client, group_client
+from cluster.client import engine_client, group_client, request_run
 from cluster.client.engine_client import EngineClient
 from cluster.client.group_client import GroupClient
 from cluster.config.phalanx_config import PoolGroup, Role
@@ -158,6 +158,15 @@ def use_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "get_or_create", actor.get_or_create)
     monkeypatch.setattr(group_client, "node_address", lambda: "127.0.0.1")
     monkeypatch.setattr(engine_client, "HEARTBEAT_S", 0.02)
+
+
+def use_two_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also two groups, p which computes prompts and d which decodes; all prompts are long enough for p."""
+    use_fakes(monkeypatch)
+    monkeypatch.setattr(OfFakes, "names", ("p", "d"))
+    monkeypatch.setattr(OfFakes, "roles", {"p": "prefill", "d": "decode"})
+    monkeypatch.setattr(OfFakes, "group_options", {"rebuild_attempts": 3, "hang_timeout_s": 0.5})
+    monkeypatch.setattr(request_run, "LOCAL_TOKENS", 0)
 
 
 def run(coroutine: Awaitable[Any]) -> Any:

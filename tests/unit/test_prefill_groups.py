@@ -8,7 +8,7 @@ import pytest
 
 from cluster.client import request_run
 from cluster.errors import EngineDeadError
-from tests.unit.client_scene import PARAMS, OfFakes, Scene, run, scene, use_fakes
+from tests.unit.client_scene import PARAMS, Scene, run, scene, use_two_roles
 from tests.unit.ray_fakes import until
 from workers.wire.request import EngineRequest, RequestOutput, RequestTimes
 
@@ -17,11 +17,7 @@ PREFILL, DECODE = 0, 1
 
 @pytest.fixture(autouse=True)
 def roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fakes(monkeypatch)
-    monkeypatch.setattr(OfFakes, "names", ("p", "d"))
-    monkeypatch.setattr(OfFakes, "roles", {"p": "prefill", "d": "decode"})
-    monkeypatch.setattr(OfFakes, "group_options", {"rebuild_attempts": 3, "hang_timeout_s": 0.5})
-    monkeypatch.setattr(request_run, "LOCAL_TOKENS", 0)
+    use_two_roles(monkeypatch)
 
 
 async def holder(now: Scene, group: int, name: str) -> tuple[Any, EngineRequest]:

@@ -6,11 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.client import request_run
 from cluster.config import check_pool
 from cluster.errors import BadRequestError
 from cluster.supervisor import operations
-from tests.unit.client_scene import OfFakes, Scene, end_tasks, run, scene, second_ingress, use_fakes
+from tests.unit.client_scene import (
+    OfFakes,
+    Scene,
+    end_tasks,
+    run,
+    scene,
+    second_ingress,
+    use_two_roles,
+)
 from tests.unit.ray_fakes import until
 from tests.unit.test_prefill_groups import holder, seen
 
@@ -19,11 +26,7 @@ P, D = 0, 1  # of the groups p and d, as they begin: prefill and decode
 
 @pytest.fixture(autouse=True)
 def roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fakes(monkeypatch)
-    monkeypatch.setattr(OfFakes, "names", ("p", "d"))
-    monkeypatch.setattr(OfFakes, "roles", {"p": "prefill", "d": "decode"})
-    monkeypatch.setattr(OfFakes, "group_options", {"rebuild_attempts": 3, "hang_timeout_s": 0.5})
-    monkeypatch.setattr(request_run, "LOCAL_TOKENS", 0)
+    use_two_roles(monkeypatch)
     monkeypatch.setattr(operations, "configured_model", lambda _: SimpleNamespace(pooling=None))
     monkeypatch.setattr(operations, "check_hand_overs", lambda *_: ())
 
