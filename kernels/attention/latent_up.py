@@ -3,11 +3,12 @@
 Attention over heads expands latents. Attention over latents moves the product to queries and to sums, where B and A of
 an adapter change their order: its part of a query is (q B) A, that of a value (o A) B.
 
-T rows, L latents, H heads, n unrotated values of a head of k, v values of a head of V, u = n + v, C values of a latent,
-S slots of adapters, r their rank.
+T rows, R rows of a forward, L latents, H heads, n unrotated values of a head of k, v values of a head of V, u = n + v,
+C values of a latent, S slots of adapters, r their rank, Q = S * r.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.nn import functional as F
@@ -64,16 +65,17 @@ class LatentHeads:
         q_HTC = torch.bmm(q_HTn, self.weight_HuC[:, :nope_dim])
         if self.lora is None:
             return q_HTC
-        h_HTQ = torch.bmm(q_HTn, self._b_HuQ()[:, :nope_dim]).mul_(self._own_TQ(q_HTn.shape[1]))
-        return q_HTC + h_HTQ @ self._a_QC()
+        h_HTQ = torch.bmm(q_HTn, self._b_HuQ[:, :nope_dim])
+        h_HTQ.mul_(self._own_RQ[: q_HTn.shape[1]])
+        return q_HTC + h_HTQ @ self._a_QC
 
     def values(self, o_HTC: torch.Tensor, nope_dim: int, out_THv: torch.Tensor) -> None:
         """Write the values of sums of latents [H, T, C] of the forward's first rows to out_THv."""
         out_HTv = out_THv.transpose(0, 1)
         torch.bmm(o_HTC, self.weight_HuC[:, nope_dim:].transpose(1, 2), out=out_HTv)
         if self.lora is not None:
-            h_HTQ = (o_HTC @ self._a_QC().t()).mul_(self._own_TQ(o_HTC.shape[1]))
-            out_HTv += torch.bmm(h_HTQ, self._b_HuQ()[:, nope_dim:].transpose(1, 2))
+            h_HTQ = (o_HTC @ self._a_QC.t()).mul_(self._own_RQ[: o_HTC.shape[1]])
+            out_HTv += torch.bmm(h_HTQ, self._b_HuQ[:, nope_dim:].transpose(1, 2))
 
     def expand(self, latents_LC: torch.Tensor, slots_L: torch.Tensor | None) -> torch.Tensor:
         """Return K and V of latents, [L, H, u].
@@ -91,23 +93,26 @@ class LatentHeads:
         """Return the slots of these rows of the forward, int64, for `expand`; None: no row has an adapter."""
         return None if self.lora is None or self.rows is None else self.rows.slots_T[rows]
 
-    def _own_TQ(self, count: int) -> torch.Tensor:
-        """Return 1 where a column of all slots, S * r, belongs to the row's adapter, of the first rows; else 0.
+    @cached_property
+    def _own_RQ(self) -> torch.Tensor:
+        """1 where a column of all slots, S * r, belongs to the adapter of the forward's row; else 0.
 
         All slots are multiplied, which a captured graph can do for any adapters; they are thin.
         """
         assert self.lora is not None and self.rows is not None
         slots = torch.arange(1, len(self.lora.b_SNr) + 1, device=self.rows.slots_T.device)
-        own_TS = self.rows.slots_T[:count, None] == slots
-        return own_TS.repeat_interleave(self.lora.rank, 1).to(self.weight_HuC.dtype)
+        own_RS = self.rows.slots_T[:, None] == slots
+        return own_RS.repeat_interleave(self.lora.rank, 1).to(self.weight_HuC.dtype)
 
+    @cached_property
     def _a_QC(self) -> torch.Tensor:
-        """Return A of all slots, [S * r, C]."""
+        """A of all slots, [S * r, C]."""
         assert self.lora is not None
         return self.lora.a_SQK.flatten(0, 1)
 
+    @cached_property
     def _b_HuQ(self) -> torch.Tensor:
-        """Return B of all slots, [H, u, S * r]."""
+        """B of all slots, [H, u, S * r]."""
         assert self.lora is not None
         heads, width, _ = self.weight_HuC.shape
         slots, _, rank = self.lora.b_SNr.shape
