@@ -37,7 +37,7 @@ HALF = DecodeForm(64, 2)
 # With 128 registers four programs fit on an SM: 512 programs (128 sequences, 4 KV heads) then run at a time on 132 SMs,
 # not in two rounds, of which the second is short.
 E4M3 = DecodeForm(128, 4, registers=128)
-# Programs of one warp, a kernel of its own (kernels.triton.warp_decode_fp8). `DecodeForms` says when it is faster.
+# Programs of one warp, a kernel of its own (kernels.triton.warp_decode_fp8). `DecodeForms` chooses it.
 E4M3_WARPS = DecodeForm(32, 1, registers=128, programs_per_sm=16)
 
 
