@@ -75,7 +75,7 @@ def _pauses(report: dict[str, Any]) -> str:
         [named, server, *(f"{it[f'pause_{place}_s']:.2f}" for place in ("p50", "p99", "max"))]
         for kind, named in PAUSES.items()
         for server, found in report["servers"].items()
-        if (it := found["kill"].get(kind)) is not None
+        if "pause_p50_s" in (it := found["kill"].get(kind, {}))
     ]
     return (
         f"SIGKILL for a rank under {options['kill_sessions']} streams behind {int(options['kill_tokens']):,} tokens, "
