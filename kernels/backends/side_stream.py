@@ -23,7 +23,8 @@ MOST_ROWS = 1024
 class SideWork:
     """Work behind all that the current stream has at this object's creation.
 
-    Tensors that the work makes need no `record_stream`, as in `kernels.all2all.comm_stream`.
+    Tensors that the work makes need no `record_stream`, as in `kernels.all2all.comm_stream`. A kernel behind the fork
+    or the join may start early (`kernels.triton.pdl`): it waits for all kernels that the graph puts before it.
     """
 
     def __init__(self, device: torch.device, num_rows: int, *, allowed: bool = True):
@@ -45,24 +46,14 @@ class SideWork:
         self._event.wait()
 
 
-def takes(num_rows: int) -> bool:
-    """Return whether work of so many rows may run beside.
-
-    Of few rows a kernel starts early, behind one other kernel of its stream (`kernels.triton.pdl`).
-    """
-    from kernels.triton import pdl
-
-    return pdl.MOST_ROWS < num_rows <= MOST_ROWS
-
-
 def _side_stream(device: torch.device, num_rows: int) -> CommStream | None:
     """Return the stream of such work, None for the current one.
 
     In ubatches it is the current one, because the kernels of another ubatch use the idle SMs.
     """
-    if device.type != "cuda" or can_yield_ubatch() or not torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or num_rows > MOST_ROWS or can_yield_ubatch():
         return None
-    return _stream(device) if takes(num_rows) else None
+    return _stream(device) if torch.cuda.is_current_stream_capturing() else None
 
 
 @cache
