@@ -1,9 +1,9 @@
 """A tile of kernels.triton.grouped_gemm_fp8 with specialised warps, on Hopper.
 
-One warp of a program loads weights into a ring in shared memory, from tile to tile without a pause, so that the memory
-never waits for a product; another warp loads rows. Two groups of four warps multiply half of the rows of a tile each.
-As in `kernels.triton.grouped_gemm_fp8` the product is computed transposed, and the scales multiply the sums of a group
-of 128 in float32. The kernel is written in Gluon, as `kernels.triton.hopper_gemm`.
+Two warps of a program load weights, rows and scales into a ring in shared memory (`kernels.triton.hopper_load_fp8`).
+Two groups of four warps multiply half of the rows of a tile each. As in `kernels.triton.grouped_gemm_fp8` the product
+is computed transposed, and the scales multiply the sums of a group of 128 in float32. The kernel is written in Gluon,
+as `kernels.triton.hopper_gemm`.
 
 W output columns (half of an expert's weight rows where GATED), D input columns, e local experts, R permuted rows.
 """
@@ -12,28 +12,25 @@ from dataclasses import dataclass
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from kernels.triton.grouped_gemm_fp8 import Fp8Operands
+from kernels.triton.hopper_load_fp8 import GROUP, load_rows, load_weights, scale_buffers
 from kernels.triton.hopper_ring import (
     activate,
     next_stage,
-    prefetch,
     start_kernel_after,
     sync_warps,
     tiles_of,
     wait_for_kernel_before,
 )
-from kernels.triton.hopper_tiles import count_tiles, find_tile, list_tiles, rows_of
+from kernels.triton.hopper_tiles import count_tiles, find_tile, list_tiles
 
-GROUP = gl.constexpr(128)  # inputs of a stage: a block of scales
 REGISTERS = 168  # per thread: 64 Ki for three groups of 128 threads
 MAX_E4M3 = gl.constexpr(448.0)
 MIN_AMAX = gl.constexpr(1e-4)  # as in kernels.triton.fp8
@@ -85,90 +82,6 @@ class HopperFp8Tile:
 
 
 @gluon.jit
-def _load_weights(
-    weights,
-    ring,
-    bounds,
-    sizes,
-    ROWS: gl.constexpr,
-    NUM_EXPERTS: gl.constexpr,
-    EXPERTS_2: gl.constexpr,
-    GATED: gl.constexpr,
-):
-    """Run the warp that loads the next weights into each empty stage."""
-    x_bufs, w_bufs, ready, empty = ring
-    width, num_groups = sizes
-    STAGES: gl.constexpr = x_bufs.shape[0]
-    TILE_W: gl.constexpr = w_bufs.shape[1] // (2 if GATED else 1)
-    BYTES: gl.constexpr = weights.block_type.nbytes * (2 if GATED else 1)
-    if GATED:
-        wait_for_kernel_before()  # it wrote the bounds; the kernel before the second product is the first
-    tiles = list_tiles(bounds, ROWS, NUM_EXPERTS, EXPERTS_2)
-    column_tiles, stage, phase = (width + TILE_W - 1) // TILE_W, 0, 1
-    num_tiles = count_tiles(tiles, ROWS) * column_tiles
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, _start, _end = find_tile(tile // column_tiles, tiles, ROWS)
-        row = expert * (2 * width if GATED else width) + tile % column_tiles * TILE_W
-        for group in range(num_groups):
-            mbarrier.wait(empty.index(stage), phase)
-            full, w_buf = ready.index(stage), w_bufs.index(stage)
-            mbarrier.expect(full, BYTES)
-            at = group * GROUP
-            tma.async_copy_global_to_shared(weights, [row, at], full, w_buf.slice(0, TILE_W))
-            if GATED:
-                up = w_buf.slice(TILE_W, TILE_W)
-                tma.async_copy_global_to_shared(weights, [row + width, at], full, up)
-            stage, phase = next_stage(stage, phase, STAGES)
-
-
-@gluon.jit
-def _load_rows(
-    sources,
-    ring,
-    bounds,
-    sizes,
-    ROWS: gl.constexpr,
-    NUM_EXPERTS: gl.constexpr,
-    EXPERTS_2: gl.constexpr,
-    GATED: gl.constexpr,
-    INDEXED: gl.constexpr,
-):
-    """Run the warp that loads the next rows into each empty stage."""
-    x, x_ptr, x_stride_16, row_ptr = sources
-    x_bufs, w_bufs, ready, empty = ring
-    width, num_groups = sizes
-    STAGES: gl.constexpr = x_bufs.shape[0]
-    TILE_W: gl.constexpr = w_bufs.shape[1] // (2 if GATED else 1)
-    ROW_PARTS: gl.constexpr = x_bufs.shape[1] // ROWS
-    reads: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
-    if GATED:
-        wait_for_kernel_before()  # it wrote the bounds
-    tiles = list_tiles(bounds, ROWS, NUM_EXPERTS, EXPERTS_2)
-    column_tiles, stage, phase = (width + TILE_W - 1) // TILE_W, 0, 1
-    num_tiles = count_tiles(tiles, ROWS) * column_tiles
-    if not GATED:
-        wait_for_kernel_before()
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _expert, start, end = find_tile(tile // column_tiles, tiles, ROWS)
-        if INDEXED:
-            permuted = start + gl.arange(0, ROWS, gl.SliceLayout(1, reads))
-            rows = rows_of(permuted, end, row_ptr, INDEXED)
-            inputs = gl.arange(0, GROUP, gl.SliceLayout(0, reads))
-            x_at = x_ptr + rows[:, None] * (x_stride_16 * 16) + inputs[None, :]
-        for group in range(num_groups):
-            mbarrier.wait(empty.index(stage), phase)
-            full, at = ready.index(stage), group * GROUP
-            if INDEXED:
-                async_copy.async_copy_global_to_shared(x_bufs.index(stage), x_at + at)
-                async_copy.mbarrier_arrive(full, increment_count=False)
-            else:
-                mbarrier.expect(full, x.block_type.nbytes)
-                row = start * ROW_PARTS
-                tma.async_copy_global_to_shared(x, [row, at], full, x_bufs.index(stage))
-            stage, phase = next_stage(stage, phase, STAGES)
-
-
-@gluon.jit
 def _store(out, outputs, start, end, column, sizes, GATED: gl.constexpr, PAIRS: gl.constexpr):
     """Store float32 [TILE_W, rows] of permuted rows from `start` up to `end` - 1; gated ones quantised."""
     out_ptr, out_scale_ptr, out_scale_stride = outputs
@@ -200,7 +113,6 @@ def _store(out, outputs, start, end, column, sizes, GATED: gl.constexpr, PAIRS: 
 
 @gluon.jit
 def _multiply_tile(
-    scales,
     ring,
     stage,
     phase,
@@ -213,17 +125,16 @@ def _multiply_tile(
 
     Also returns the stage and phase behind the tile.
     """
-    x_scale_at, x_scale_stride, w_scale_at, up_scale_at = scales
-    x_bufs, w_bufs, ready, empty = ring
+    x_bufs, w_bufs, scale_bufs, ready, empty = ring
+    x_scales, w_scales, up_scales = scale_bufs
     STAGES: gl.constexpr = x_bufs.shape[0]
     ROWS: gl.constexpr = x_bufs.shape[1] // 2
     TILE_W: gl.constexpr = w_bufs.shape[1] // (2 if GATED else 1)
     wgmma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    columns: gl.constexpr = gl.SliceLayout(0, wgmma)
     out = gl.zeros((TILE_W, ROWS), gl.float32, wgmma)
     up = gl.zeros((TILE_W, ROWS), gl.float32, wgmma)
-    for group in range(num_groups):
-        x_scale = gl.load(x_scale_at + group * x_scale_stride)
-        w_scale = gl.load(w_scale_at + group)
+    for _ in range(num_groups):
         mbarrier.wait(ready.index(stage), phase)
         if INDEXED:
             fence_async_shared()  # makes the threads' copies visible to the tensor cores
@@ -231,13 +142,17 @@ def _multiply_tile(
         none = gl.zeros((TILE_W, ROWS), gl.float32, wgmma)
         part = warpgroup_mma(w_buf.slice(0, TILE_W), x, none, use_acc=False, is_async=True)
         if GATED:
-            up_scale, up_buf = gl.load(up_scale_at + group), w_buf.slice(TILE_W, TILE_W)
+            up_buf = w_buf.slice(TILE_W, TILE_W)
             other = gl.zeros((TILE_W, ROWS), gl.float32, wgmma)
             up_part = warpgroup_mma(up_buf, x, other, use_acc=False, is_async=True)
             part, up_part = warpgroup_mma_wait(0, (part, up_part))
-            up += up_part * (x_scale * up_scale)[None, :]
         else:
             part = warpgroup_mma_wait(0, (part,))
+        x_scale = x_scales.index(stage).slice(HALF * ROWS, ROWS).load(columns)
+        w_scale = w_scales.index(stage).slice(HALF * ROWS, ROWS).load(columns)
+        if GATED:
+            up_scale = up_scales.index(stage).slice(HALF * ROWS, ROWS).load(columns)
+            up += up_part * (x_scale * up_scale)[None, :]
         sync_warps()  # all warps have read the stage
         mbarrier.arrive(empty.index(stage))
         out += part * (x_scale * w_scale)[None, :]
@@ -248,7 +163,7 @@ def _multiply_tile(
 @gluon.jit
 def _pass_tile(ring, stage, phase, num_groups):
     """Free the stages of a tile without rows of this half; return the stage and phase behind it."""
-    x_bufs, _w_bufs, ready, empty = ring
+    x_bufs, _w_bufs, _scale_bufs, ready, empty = ring
     STAGES: gl.constexpr = x_bufs.shape[0]
     for _ in range(num_groups):
         mbarrier.wait(ready.index(stage), phase)
@@ -260,7 +175,6 @@ def _pass_tile(ring, stage, phase, num_groups):
 @gluon.jit
 def _multiply(
     outputs,
-    scales,
     ring,
     bounds,
     sizes,
@@ -274,14 +188,9 @@ def _multiply(
     PAIRS: gl.constexpr,
 ):
     """Run the multiplying warps of half HALF of the rows of each tile."""
-    x_scale_ptr, x_scale_row, x_scale_stride, row_ptr, w_scale_ptr = scales
-    x_bufs, w_bufs, _ready, _empty = ring
+    _x_bufs, w_bufs, _scale_bufs, _ready, _empty = ring
     width, num_groups = sizes
-    X_ROWS: gl.constexpr = x_bufs.shape[1] // 2
-    ROW_PARTS: gl.constexpr = x_bufs.shape[1] // ROWS
     TILE_W: gl.constexpr = w_bufs.shape[1] // (2 if GATED else 1)
-    wgmma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X_ROWS, 32])
-    row_blocks = ((width * 2 if GATED else width) + GROUP - 1) // GROUP
     if GATED:
         wait_for_kernel_before()  # it wrote the bounds
         start_kernel_after()
@@ -289,26 +198,15 @@ def _multiply(
     column_tiles, stage, phase = (width + TILE_W - 1) // TILE_W, 0, 0
     num_tiles = count_tiles(tiles, ROWS) * column_tiles
     if not GATED:
-        tile = gl.program_id(0)
-        if tile < num_tiles:
-            expert, _start, _end = find_tile(tile // column_tiles, tiles, ROWS)
-            block = expert * row_blocks + tile % column_tiles * TILE_W // GROUP
-            prefetch(w_scale_ptr + block * num_groups)
         wait_for_kernel_before()
         start_kernel_after()
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, start, end = find_tile(tile // column_tiles, tiles, ROWS)
+        _expert, start, end = find_tile(tile // column_tiles, tiles, ROWS)
         column = tile % column_tiles * TILE_W
         start += HALF * (ROWS // 2)
         if start < end:
-            x_rows = start * ROW_PARTS + gl.arange(0, X_ROWS, gl.SliceLayout(0, wgmma))
-            x_rows = rows_of(x_rows, end * ROW_PARTS, row_ptr, INDEXED)
-            w_scale_at = w_scale_ptr + (expert * row_blocks + column // GROUP) * num_groups
-            up_scale_at = w_scale_at + width // GROUP * num_groups
-            x_scale_at = x_scale_ptr + x_rows * x_scale_row
-            scales_at = (x_scale_at, x_scale_stride, w_scale_at, up_scale_at)
             out, up, stage, phase = _multiply_tile(
-                scales_at, ring, stage, phase, num_groups, HALF, GATED, INDEXED
+                ring, stage, phase, num_groups, HALF, GATED, INDEXED
             )
             if GATED:
                 out = activate(out, up, ACTIVATION)
@@ -356,28 +254,30 @@ def hopper_grouped_gemm_fp8_kernel(
     x_bufs = gl.allocate_shared_memory(dtype, [STAGES, X_ROWS, GROUP], x_layout)
     WIDE: gl.constexpr = 2 * TILE_W if GATED else TILE_W
     w_bufs = gl.allocate_shared_memory(dtype, [STAGES, WIDE, GROUP], weights.layout)
+    scale_bufs = scale_buffers(STAGES, X_ROWS, GATED)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # The warps that load arrive once each; for indexed rows each thread arrives when its copies have.
-        mbarrier.init(ready.index(stage), count=1 + (32 if INDEXED else 1))
+        # The memory accelerator arrives for weights, and for rows in order; each loading thread when its copies have.
+        mbarrier.init(ready.index(stage), count=32 + (1 if INDEXED else 2))
         mbarrier.init(empty.index(stage), count=2)
     sources = (x, x_ptr, x_stride_16, row_ptr)
-    scales = (x_scale_ptr, x_scale_row, x_scale_stride, row_ptr, w_scale_ptr)
+    scales = (x_scale_ptr, x_scale_row, x_scale_stride, w_scale_ptr)
     outputs = (out_ptr, out_scale_ptr, out_scale_stride)
-    ring, bounds = (x_bufs, w_bufs, ready, empty), (starts_ptr, ends_ptr)
+    ring = (x_bufs, w_bufs, scale_bufs, ready, empty)
+    bounds = (starts_ptr, ends_ptr)
     sizes = (width, num_groups)
     first: gl.constexpr = 0
     second: gl.constexpr = 1
     # fmt: off
     gl.warp_specialize([
-        (_multiply, (outputs, scales, ring, bounds, sizes, first, TILE_R,
+        (_multiply, (outputs, ring, bounds, sizes, first, TILE_R,
                      NUM_EXPERTS, EXPERTS_2, GATED, ACTIVATION, INDEXED, PAIRS)),
-        (_multiply, (outputs, scales, ring, bounds, sizes, second, TILE_R,
+        (_multiply, (outputs, ring, bounds, sizes, second, TILE_R,
                      NUM_EXPERTS, EXPERTS_2, GATED, ACTIVATION, INDEXED, PAIRS)),
-        (_load_weights, (weights, ring, bounds, sizes, TILE_R, NUM_EXPERTS, EXPERTS_2, GATED)),
-        (_load_rows, (sources, ring, bounds, sizes, TILE_R,
-                      NUM_EXPERTS, EXPERTS_2, GATED, INDEXED)),
+        (load_weights, (weights, ring, bounds, sizes, TILE_R, NUM_EXPERTS, EXPERTS_2, GATED)),
+        (load_rows, (sources, scales, ring, bounds, sizes, TILE_R,
+                     NUM_EXPERTS, EXPERTS_2, GATED, INDEXED)),
     ], [4, 1, 1], [200, 104, 104])
     # fmt: on
 

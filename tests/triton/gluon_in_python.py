@@ -18,7 +18,10 @@ from unittest import mock
 import torch
 import triton  # noqa: F401 - before its parts are replaced
 
-SHARED_PARTS = ("kernels.triton.hopper_ring", "kernels.triton.hopper_tiles")
+SHARED_PARTS = (
+    *("kernels.triton.hopper_ring", "kernels.triton.hopper_tiles"),
+    "kernels.triton.hopper_load_fp8",
+)
 PATIENCE_S = 60.0  # at a barrier, after which the kernel is taken for stuck
 ADDRESSES = 2**63  # of two bytes each, after which they begin anew
 

@@ -3,6 +3,9 @@
 That they compile for Hopper, and fit an SM, is tested in test_forms.py.
 """
 
+import ast
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -80,6 +83,16 @@ def test_activations_equal_float32(hopper, activation):
 def test_pairs_equal_float32(hopper, activation, tile, shape, counts, gap, num_sms):
     """The first product returns, and the second takes, two rows for each row, with a scale for each 64 values."""
     check(hopper, activation, activation is not None, shape, tile, counts, gap, num_sms, pairs=True)
+
+
+def test_products_wait_for_the_ring_alone() -> None:
+    """A load of scales in each group of inputs would take longer than the product of few rows."""
+    spec = find_spec(NAME)
+    assert spec is not None and spec.origin is not None
+    functions = ast.parse(Path(spec.origin).read_text()).body
+    (tile,) = (it for it in functions if getattr(it, "name", "") == "_multiply_tile")
+    called = {ast.unparse(it.func) for it in ast.walk(tile) if isinstance(it, ast.Call)}
+    assert "warpgroup_mma" in called and "gl.load" not in called
 
 
 def check(

@@ -49,6 +49,19 @@ def test_equals_float32(
     assert calc_diff(total, F.linear(x_TD, exact[0])) < (2e-5 if parts == 1 else SUMS)
 
 
+@pytest.mark.skipif(COMPILED, reason="counts calls of the kernel as Python")
+@pytest.mark.parametrize(("num_rows", "early"), [(1, True), (16, True), (17, False), (64, False)])
+@torch.inference_mode()
+def test_the_kernel_after_starts_early_for_few_rows(
+    hopper: ModuleType, monkeypatch: pytest.MonkeyPatch, num_rows: int, early: bool
+) -> None:
+    """Programs of many rows would meet on the few SMs that this kernel leaves free."""
+    starts: list[None] = []
+    monkeypatch.setattr(hopper, "start_kernel_after", lambda: starts.append(None))
+    hopper.skinny_fp8(quantise_groups(randn(num_rows, 256)), weights(1, 64, 256)[0][0], 2)
+    assert len(starts) == (2 * 2 if early else 0)  # groups of warps of two programs
+
+
 def test_takes_few_rows_and_whole_tiles(hopper: ModuleType) -> None:
     """More rows where several programs share the inputs."""
     cases = ((0, 64, 2, False), (32, 64, 1, True), (33, 64, 1, False), (64, 64, 2, True))

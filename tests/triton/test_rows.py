@@ -1,6 +1,7 @@
 """What is done to whole rows: packed for the exchange, summed over ranks, activated, quantised."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 from kernels.activation import ACTIVATIONS, Activation
 from kernels.all2all.payload import RowFormat
 from kernels.gated_activation import gated_activation as expected_activation
+from kernels.triton import gated_activation_fp8 as gated_activation_fp8_module
+from kernels.triton import pdl
 from kernels.triton.gated_activation import gated_activation
 from kernels.triton.gated_activation_fp8 import gated_activation_fp8
 from kernels.triton.pack_rows import pack_rows
@@ -98,7 +101,7 @@ def test_gated_activation_fp8(activation: Activation):
         check_quantised(values[where], scales[where], expected[where])
 
 
-@pytest.mark.parametrize("num_rows", [1, 6])
+@pytest.mark.parametrize("num_rows", [1, 6, 64, 65])
 def test_gated_activation_fp8_of_all_rows(num_rows: int):
     """Without counts, and of any number of rows; scales of a group begin at 16 bytes."""
     h = randn(1, num_rows, 2 * 256, dtype=torch.bfloat16)
@@ -106,6 +109,25 @@ def test_gated_activation_fp8_of_all_rows(num_rows: int):
     assert scales.shape == (1, num_rows, 2)
     assert scales.stride(1) == 1 and scales.stride(2) % 4 == 0
     check_quantised(values, scales, expected_activation(h.float(), "silu"))
+
+
+def test_few_rows_are_activated_by_several_programs_that_start_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """4 rows of 512 values are 16 groups; the form of a launch changes once with the number of rows."""
+    launches: list[tuple[int, int, bool]] = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            return lambda *_, **constants: launches.append(
+                (grid[0], constants["UNITS"], constants["launch_pdl"])
+            )
+
+    monkeypatch.setattr(gated_activation_fp8_module, "gated_activation_fp8_kernel", Recorder())
+    monkeypatch.setattr(pdl, "supported", lambda: True)
+    for num_rows in (4, pdl.MOST_ROWS, pdl.MOST_ROWS + 1):
+        gated_activation_fp8(randn(1, num_rows, 2 * 512, dtype=torch.bfloat16), None, "silu")
+    assert launches == [(4, 4, True), (pdl.MOST_ROWS, 4, True), (9, 32, False)]
 
 
 def test_scatter_fp8():

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from kernels.backends.select import Backends
+from kernels.backends.side_stream import SideWork
 from kernels.lora.experts import ExpertAdapters
 from kernels.lora.rows import AdapterRows
 from kernels.routing.expert_map import ExpertMap, kept_runs, runs
@@ -194,14 +195,17 @@ class MoeBlock:
         """Every rank calls this in every step, with tokens or without. residual_TD is overwritten."""
         gate = None if self.shared is None else self.shared.gate_of(len(residual_TD))
         residual_TD, rows_TD, h_TD = self._normed(residual_TD, hidden_TD, batch.adapters, gate)
+        # The shared expert is computed while the rows travel. Where none do, it runs beside the routed experts.
+        beside = self.shared is not None and self.all2all.no_overlap_reason is not None
+        side = SideWork(self._device, len(h_TD), allowed=beside)
         slots_TK, topk_weights_TK = self._route(h_TD, batch)
         if (column := self.all2all.slot_column) is not None:
             slots_T = None if self.lora is None else batch.adapter_slots
             slots_TK, topk_weights_TK = column.beside(slots_TK, topk_weights_TK, slots_T)
         pending = self.all2all.dispatch(h_TD, slots_TK, topk_weights_TK)
-        if self.shared is not None:  # computed while the rows travel
-            inputs = residual_TD, rows_TD, h_TD
-            residual_TD = self.shared.add_to(*inputs, gate, batch.adapters)
+        if self.shared is not None:
+            inputs = residual_TD, rows_TD, h_TD, gate, batch.adapters
+            residual_TD = side.run(self.shared.add_to, *inputs)
         expert_input = pending.wait()
         if self.expert_load.counting:
             self.expert_load.add(self._layer, expert_input.offs_e)
@@ -209,7 +213,9 @@ class MoeBlock:
         y_RD = self.grouped_gemm(
             expert_input, self.w13_e2ID, self.w2_eDI, self.spec.activation, self._biases, adapters
         )
-        return residual_TD, self.all2all.combine(y_RD, expert_input.handle).wait()
+        routed_TD = self.all2all.combine(y_RD, expert_input.handle).wait()
+        side.wait()
+        return residual_TD, routed_TD
 
     def _normed(
         self,
