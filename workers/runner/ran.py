@@ -26,5 +26,5 @@ class StepDraft(NamedTuple):
 
 def run_times(prepare: float, clock: StepClock, passes: StepClock | None) -> RunTimes:
     """Return the times of a step, and of the passes behind the step before; the device has ended both."""
-    draft = 0.0 if passes is None else passes.seconds()[0]
-    return RunTimes(prepare, *clock.seconds(), draft)
+    forward, sample = clock.seconds()
+    return RunTimes(prepare, forward, sample, 0.0 if passes is None else passes.seconds()[0])
