@@ -237,7 +237,7 @@ class FlashInferAttention(GraphAttention):
         for plans, shape in zip(self._eager, self._shapes, strict=True):
             shared = None if sharing is None else sharing.of(shape.spec)
             plans.plan(batch, pages, all_new=all_new, shared=shared)
-        copied.record()
+        copied.record(torch.cuda.current_stream(self._device))
 
     def __call__(
         self,
@@ -315,7 +315,7 @@ class FlashInferAttention(GraphAttention):
         copied.synchronize()
         self._planned = self._graphs.plan(batch, num_rows, form, self._sharing)
         self._slots = self._graphs.slots[:num_rows]
-        copied.record()
+        copied.record(torch.cuda.current_stream(self._device))
 
     def shorten(self, lens_R: torch.Tensor, slots_R: torch.Tensor) -> None:
         assert self._graphs is not None, "reserve_graphs comes first"

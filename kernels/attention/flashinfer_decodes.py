@@ -8,7 +8,7 @@ R rows, a decode each; the last rows of a graph may be empty.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ ALIGNMENT_BYTES = 2**16  # flashinfer may skip up to this much of a workspace
 # of 32 to 16,384 tokens, one was 8 % slower whole than cut, 59 at most 3 % (H200, Qwen3-30B-A3B's shapes).
 UNCUT_TOKENS = 450
 UNCUT_SHARES = 1.9
+
+Numbers = TypeVar("Numbers", np.ndarray, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -72,54 +74,83 @@ class Shape:
 class Pages:
     """The pages of each sequence in flashinfer's form, on the host and, after `ship`, on the device.
 
-    starts     int32 [R + 1]     index in `pages` of each sequence's first page; rows without a sequence have no pages
-    last_lens  int32 [R]         tokens in each sequence's last page
-    pages      int32 [>= total]  pages of all sequences, in order
+    starts         int32 [R + 1]     index in `pages` of each sequence's first page; rows without a sequence have none
+    last_lens      int32 [R]         tokens in each sequence's last page
+    query_starts   int32 [R + 1]     each sequence's first row of q, if given; rows without a sequence have none
+    lens           int32 [R]         tokens of each sequence, on the host alone
+    pages          int32 [>= total]  pages of all sequences, in order
     """
 
-    def __init__(self, seq_lens_cpu: np.ndarray, block_size: int, num_rows: int | None = None):
+    def __init__(
+        self,
+        seq_lens_cpu: np.ndarray,
+        block_size: int,
+        num_rows: int | None = None,
+        query_starts_cpu: np.ndarray | None = None,
+    ):
+        """Take the lengths of S <= R sequences, and where their rows of q start, int32 [S + 1]."""
         num_seqs = len(seq_lens_cpu)
-        self.num_rows = num_seqs if num_rows is None else num_rows
+        self.num_rows = num_rows = num_seqs if num_rows is None else num_rows
+        self._queries = query_starts_cpu is not None
         num_pages = -(-seq_lens_cpu // block_size)
-        lengths = np.zeros(2 * self.num_rows + 1, np.int32)
-        starts, last_lens = lengths[: self.num_rows + 1], lengths[self.num_rows + 1 :]
+        numbers = np.zeros(4 * num_rows + 2, np.int32)
+        starts, last_lens, query_starts, lens = _parts(numbers, num_rows)
         np.cumsum(num_pages, out=starts[1 : num_seqs + 1])
         starts[num_seqs + 1 :] = starts[num_seqs]
         last_lens[:num_seqs] = seq_lens_cpu - (num_pages - 1) * block_size
+        if query_starts_cpu is not None:
+            query_starts[: num_seqs + 1] = query_starts_cpu
+            query_starts[num_seqs + 1 :] = query_starts_cpu[-1]
+        lens[:num_seqs] = seq_lens_cpu
         self.total = int(starts[-1])
-        self._lengths_cpu = torch.from_numpy(lengths)
-        self.starts_cpu, self.last_lens_cpu = self._halves(self._lengths_cpu)
+        self._numbers_cpu = torch.from_numpy(numbers)
+        parts = _parts(self._numbers_cpu, num_rows)
+        self.starts_cpu, self.last_lens_cpu, self.query_starts_cpu, self.lens_cpu = parts
 
     def ship(self, pages: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
-        """Start the copy of starts and last_lens to the device, into `lengths` [>= 2R + 1] or a new tensor.
+        """Start the copy of starts, last_lens and query_starts to the device, into `lengths` or a new tensor.
 
-        `pages` is kept; the caller fills it.
+        `pages` is kept; the caller fills it. `lengths` has 2R + 1 elements or more, with query starts 3R + 2.
         """
-        count = 2 * self.num_rows + 1
+        count = 3 * self.num_rows + 2 if self._queries else 2 * self.num_rows + 1
         if lengths is None:
             lengths = torch.empty(count, dtype=torch.int32, device=pages.device)
-        lengths[:count].copy_(self._lengths_cpu, non_blocking=True)
+        lengths[:count].copy_(self._numbers_cpu[:count], non_blocking=True)
         self.pages = pages
-        self.starts, self.last_lens = self._halves(lengths[:count])
-
-    def _halves(self, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return lengths[: self.num_rows + 1], lengths[self.num_rows + 1 :]
+        self.starts = lengths[: self.num_rows + 1]
+        self.last_lens = lengths[self.num_rows + 1 : 2 * self.num_rows + 1]
 
 
 class PageBuffers:
     """`Pages` at fixed addresses."""
 
     def __init__(self, num_rows: int, max_pages: int, device: torch.device):
-        self.lengths = torch.zeros(2 * num_rows + 1, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(3 * num_rows + 2, dtype=torch.int32, device=device)
         self.pages = torch.zeros(max_pages, dtype=torch.int32, device=device)
 
     def of(self, num_rows: int) -> dict[str, torch.Tensor]:
         """Return the buffers of `Pages` of `num_rows` rows, under the names of wrappers' arguments."""
+        starts, last_lens, *_ = _parts(self.lengths, num_rows)
         return {
-            "paged_kv_indptr": self.lengths[: num_rows + 1],
-            "paged_kv_last_page_len": self.lengths[num_rows + 1 : 2 * num_rows + 1],
+            "paged_kv_indptr": starts,
+            "paged_kv_last_page_len": last_lens,
             "paged_kv_indices": self.pages,
         }
+
+    def query_starts(self, num_rows: int) -> torch.Tensor:
+        """Return the buffer of query starts of `Pages` of `num_rows` rows."""
+        return _parts(self.lengths, num_rows)[2]
+
+
+def _parts(numbers: Numbers, num_rows: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """Return the views of starts, last_lens, query_starts and lens of `num_rows` rows, as far as `numbers` has them."""
+    ends = num_rows + 1, 2 * num_rows + 1, 3 * num_rows + 2, 4 * num_rows + 2
+    return (
+        numbers[: ends[0]],
+        numbers[ends[0] : ends[1]],
+        numbers[ends[1] : ends[2]],
+        numbers[ends[2] : ends[3]],
+    )
 
 
 def chunk_pages(

@@ -24,6 +24,7 @@ from kernels.attention.flashinfer_decodes import (
     few_are_even,
     plan_new_prompts,
 )
+from kernels.attention.flashinfer_extends import GraphExtends
 from kernels.attention.flashinfer_planned import PlannedDecodes, PlannedDrafts, PlannedMixed
 from kernels.attention.flashinfer_plans import Planned
 from kernels.attention.flashinfer_shared import SharedDecodes
@@ -139,11 +140,11 @@ class GraphPlans:
         if num_rows not in self._drafts:
             self._drafts[num_rows] = self._reserve_drafts(num_rows)
         buffers, workspace = self._drafts[num_rows]
-        self._fill_slots(batch, num_rows)
-        pages = self._ship(batch, slice(0, batch.num_seqs), num_rows, buffers)
-        starts = self._query_starts(batch, 0, batch.num_seqs, num_rows)
+        slots = batch.slot_mapping, self.slots[:num_rows]
+        every = slice(0, batch.num_seqs)
+        pages = self._ship(batch, every, num_rows, buffers, slots, queries=True)
         return [
-            graphs.plan_drafts(starts, pages, buffers, workspace, batch.num_tokens)
+            graphs.plan_drafts(pages, buffers, workspace, batch.num_tokens)
             for graphs in self._of_shape
         ]
 
@@ -171,26 +172,20 @@ class GraphPlans:
         if shared is not None:
             shared.plan_graph(batch, min(num_rows, self._max_seqs))
         else:
-            decodes = self._ship(batch, slice(0, first), self._max_seqs, self._decode_pages)
-            decode_starts = self._query_starts(batch, 0, first, self._max_seqs)
+            pages = self._decode_pages
+            decodes = self._ship(batch, slice(0, first), self._max_seqs, pages, queries=True)
             for graphs in self._of_shape:
-                graphs.plan_some_decodes(decode_starts, decodes)
-        starts, prompts = self._query_starts(batch, first, batch.num_seqs, self._max_seqs), None
-        if not all_new:
-            seqs = slice(first, batch.num_seqs)
-            prompts = self._ship(batch, seqs, self._max_seqs, self._prompt_pages)
+                graphs.plan_some_decodes(decodes)
+        seqs, starts = slice(first, batch.num_seqs), batch.query_start_loc_cpu[first:]
+        if all_new:
+            prompts = Pages(batch.seq_lens_cpu[seqs], self._block_size, self._max_seqs, starts)
+        else:
+            pages = self._prompt_pages
+            prompts = self._ship(batch, seqs, self._max_seqs, pages, queries=True)
         return [
-            graphs.plan_prompts(starts, prompts, num_rows, batch.num_tokens, shared)
+            graphs.plan_prompts(prompts, num_rows, batch.num_tokens, shared, all_new=all_new)
             for graphs in self._of_shape
         ]
-
-    @staticmethod
-    def _query_starts(batch: AttentionBatch, first: int, end: int, max_seqs: int) -> torch.Tensor:
-        """int32 [max_seqs + 1] of sequences `first` to `end` of the batch; further sequences have no rows."""
-        starts = batch.query_start_loc_cpu[first : end + 1]
-        query_starts = np.full(max_seqs + 1, starts[-1], np.int32)
-        query_starts[: len(starts)] = starts
-        return torch.from_numpy(query_starts)
 
     def _ship(
         self,
@@ -199,9 +194,15 @@ class GraphPlans:
         num_rows: int,
         buffers: PageBuffers,
         slots: tuple[torch.Tensor, ...] = (),
+        *,
+        queries: bool = False,
     ) -> Pages:
-        """Fill the buffers with the pages of these sequences, in `num_rows` rows; copy slots[0] to slots[1]."""
-        pages = Pages(batch.seq_lens_cpu[seqs], self._block_size, num_rows)
+        """Fill the buffers with the pages of these sequences, in `num_rows` rows; copy slots[0] to slots[1].
+
+        queries   also with the rows of q where the sequences start
+        """
+        starts = batch.query_start_loc_cpu[seqs.start : seqs.stop + 1] if queries else None
+        pages = Pages(batch.seq_lens_cpu[seqs], self._block_size, num_rows, starts)
         assert pages.total <= len(buffers.pages), "reserve_graphs was given fewer blocks"
         pages.ship(buffers.pages, buffers.lengths)
         self._list_pages(batch.block_table[seqs], pages.starts, pages.pages, *slots)
@@ -237,7 +238,7 @@ class _ShapeGraphs:
         self._max_rows, self._max_seqs = max_rows, max_seqs
         self._schedule = self._bytes(SCHEDULE_BYTES)
         self._decodes: dict[tuple[int, bool], Decodes] = {}
-        self._drafts: dict[int, Any] = {}
+        self._drafts: dict[int, GraphExtends] = {}
         self._out_THd: torch.Tensor | None = None
 
     def even(self, seq_lens: np.ndarray, num_rows: int) -> bool:
@@ -261,24 +262,18 @@ class _ShapeGraphs:
         return _workspace_bytes(self._shape, num_rows)
 
     def plan_drafts(
-        self,
-        query_starts: torch.Tensor,
-        pages: Pages,
-        buffers: PageBuffers,
-        workspace: torch.Tensor,
-        num_tokens: int,
+        self, pages: Pages, buffers: PageBuffers, workspace: torch.Tensor, num_tokens: int
     ) -> Planned:
         """Plan decodes with drafts behind them, in as many rows as `pages` has."""
         num_rows = pages.num_rows
         if num_rows not in self._drafts:
-            paged = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
-            own = {f"{name}_buf": it for name, it in buffers.of(num_rows).items()}
-            kernel = self._wrapper(paged, "fa2", self._schedule, num_rows, num_rows, **own)
-            kernel.reset_workspace_buffer(workspace, self._schedule)
+            rows = num_rows, num_rows
+            kernel = self._paged("fa2", self._schedule, rows, buffers, causal=True)
+            kernel.wrapper.reset_workspace_buffer(workspace, self._schedule)
             self._drafts[num_rows] = kernel
         kernel, out_THd = self._drafts[num_rows], self._output()[:num_rows]
         out_THd[num_tokens:].zero_()
-        self._plan_pages(kernel, query_starts, pages, causal=True)
+        kernel.plan(pages)
         return PlannedDrafts(kernel, out_THd)
 
     def _output(self) -> torch.Tensor:
@@ -292,10 +287,9 @@ class _ShapeGraphs:
             )
         return self._out_THd
 
-    def plan_some_decodes(self, query_starts: torch.Tensor, pages: Pages) -> None:
+    def plan_some_decodes(self, pages: Pages) -> None:
         """Plan the decodes of a step with prompts."""
-        chunk = self._chunk_of(pages)
-        self._plan_pages(self._some_decodes, query_starts, pages, fixed_split_size=chunk)
+        self._some_decodes.plan(pages, self._chunk_of(pages))
 
     def planned_shared(self, num_rows: int, shared: SharedDecodes) -> Planned:
         """Return the decodes that `shared` has planned, one a row."""
@@ -303,50 +297,56 @@ class _ShapeGraphs:
 
     def plan_prompts(
         self,
-        query_starts: torch.Tensor,
-        pages: Pages | None,
+        pages: Pages,
         num_rows: int,
         num_tokens: int,
         shared: SharedDecodes | None,
+        *,
+        all_new: bool,
     ) -> Planned:
-        """Plan prompts behind the decodes of `shared` or `plan_some_decodes`; pages None: K and V are the new rows."""
+        """Plan prompts behind the decodes of `shared` or `plan_some_decodes`; all_new: K and V are the new rows."""
         out_THd = self._output()[:num_rows]
         out_THd[num_tokens:].zero_()
-        prompts = self._new_prompts if pages is None else self._prompts
-        if pages is None:
-            plan_new_prompts(prompts, query_starts, self._shape)
+        if all_new:
+            plan_new_prompts(self._new_prompts, pages.query_starts_cpu, self._shape)
         else:
-            self._plan_pages(prompts, query_starts, pages, causal=True)
+            self._prompts.plan(pages)
+        prompts = self._new_prompts if all_new else self._prompts
         rows = min(num_rows, self._max_seqs)
         decodes = self._some_decodes if shared is None else shared.of(self._shape.spec)
-        return PlannedMixed(rows, decodes, prompts, out_THd, all_new=pages is None)
+        return PlannedMixed(rows, decodes, prompts, out_THd, all_new=all_new)
 
     def reserve_prompts(self, prompt_pages: PageBuffers) -> None:
         """Allocate for graphs with prompts: wrappers with the addresses of the largest step."""
         spec, seqs = self._shape.spec, self._max_seqs
         tiles = spec.num_heads * (-(-self._max_rows // PREFILL_TILE_ROWS) + seqs)
         schedule = self._bytes(4 * PREFILL_FIELDS * tiles + ALIGNMENT_BYTES)
-        paged = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
-        pages = {f"{name}_buf": it for name, it in prompt_pages.of(seqs).items()}
-        self._prompts = self._wrapper(paged, "fa3", schedule, self._max_rows, seqs, **pages)
-        pages = {f"{name}_buf": it for name, it in self._decode_pages.of(seqs).items()}
-        self._some_decodes = self._wrapper(paged, "fa2", self._schedule, seqs, seqs, **pages)
+        most, pages = (self._max_rows, seqs), self._decode_pages
+        self._prompts = self._paged("fa3", schedule, most, prompt_pages, causal=True)
+        self._some_decodes = self._paged("fa2", self._schedule, (seqs, seqs), pages, causal=False)
         ragged = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper
-        starts = {"kv_indptr_buf": torch.zeros(seqs + 1, dtype=torch.int32, device=self._device)}
-        self._new_prompts = self._wrapper(ragged, "fa3", schedule, self._max_rows, seqs, **starts)
+        starts = {
+            name: torch.zeros(seqs + 1, dtype=torch.int32, device=self._device)
+            for name in ("qo_indptr_buf", "kv_indptr_buf")
+        }
+        self._new_prompts = self._wrapper(ragged, "fa3", schedule, self._max_rows, **starts)
 
-    def _plan_pages(
-        self, wrapper: Any, query_starts: torch.Tensor, pages: Pages, **options: Any
-    ) -> None:
-        wrapper.plan(
-            query_starts,
-            pages.starts_cpu,
-            pages.pages[: pages.total],
-            pages.last_lens_cpu,
-            *self._shape.arguments,
-            **options,
-            **self._shape.types,
-        )
+    def _paged(
+        self,
+        backend: str,
+        schedule: torch.Tensor,
+        most: tuple[int, int],
+        pages: PageBuffers,
+        *,
+        causal: bool,
+    ) -> GraphExtends:
+        """A kernel that reads `pages`, for up to so many rows of q and so many sequences."""
+        max_rows, max_seqs = most
+        buffers = {f"{name}_buf": it for name, it in pages.of(max_seqs).items()}
+        buffers["qo_indptr_buf"] = pages.query_starts(max_seqs)
+        paged = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        wrapper = self._wrapper(paged, backend, schedule, max_rows, **buffers)
+        return GraphExtends(wrapper, self._shape, causal=causal)
 
     def _chunk_of(self, pages: Pages) -> int | None:
         return self._chunk(np.diff(pages.starts_cpu.numpy()), pages.num_rows)
@@ -372,18 +372,10 @@ class _ShapeGraphs:
         backend: str,
         schedule: torch.Tensor,
         max_rows: int,
-        max_seqs: int,
         **buffers: torch.Tensor,
     ) -> Any:
-        """A wrapper for up to `max_seqs` sequences with `max_rows` rows together, at addresses that never change."""
-        query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=self._device)
-        wrapper = kind(
-            self._workspace,
-            backend=backend,
-            use_cuda_graph=True,
-            qo_indptr_buf=query_starts,
-            **buffers,
-        )
+        """A wrapper for sequences with up to `max_rows` rows together, at addresses that never change."""
+        wrapper = kind(self._workspace, backend=backend, use_cuda_graph=True, **buffers)
         wrapper.reset_workspace_buffer(self._workspace, schedule)
         assert hasattr(wrapper, "_max_total_num_rows"), "flashinfer has changed"
         wrapper._max_total_num_rows = max_rows

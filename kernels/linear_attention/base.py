@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from kernels.attention.batch import AttentionBatch
+from kernels.host.host_copy import to_device
 from kernels.interface.backend import Backend, BackendShape
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 
@@ -133,13 +134,13 @@ class LinearAttention(Backend):
         if not sources or not self.states:
             return
         device = self.states[0].state.device
-        source_N, target_N = ship(np.array((sources, targets), dtype=np.int64), device)
+        source_N, target_N = to_device(np.array((sources, targets), dtype=np.int64), device)
         for pool in self.states:
             for slots in (pool.conv, pool.state):
                 slots[target_N] = slots[source_N]
         accepted = self.states[0].accepted
         if self.num_drafts and (rows := [slot for slot in targets if slot < len(accepted)]):
-            accepted[ship(np.array(rows), device)] = 0
+            accepted[to_device(np.array(rows), device)] = 0
 
     def accept(self, slots_B: torch.Tensor, accepted_B: torch.Tensor | None = None) -> None:
         """Enter how many drafts of the forward before count, of each of its sequences. The host does not wait.
@@ -226,13 +227,5 @@ def signed_slots(batch: AttentionBatch, device: torch.device) -> torch.Tensor:
     """Return int64 [B], contiguous: each sequence's slot, negative for sequences without a state."""
     slots, fresh = state_slots(batch, device), fresh_sequences(batch)
     if fresh.any():
-        slots = slots * ship(1 - 2 * fresh.astype(np.int64), device)
+        slots = slots * to_device(1 - 2 * fresh.astype(np.int64), device)
     return slots.contiguous()
-
-
-def ship(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return the array on the device. The host does not wait for the device's earlier work."""
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)

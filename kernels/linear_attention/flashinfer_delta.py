@@ -17,9 +17,10 @@ import torch
 from kernels.attention.batch import AttentionBatch
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.host.hopper import on_hopper
+from kernels.host.host_copy import to_device
 from kernels.interface.backend import BackendShape
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
-from kernels.linear_attention.base import NORM_EPS, ship
+from kernels.linear_attention.base import NORM_EPS
 from kernels.linear_attention.triton_delta import TritonLinearAttention
 
 HEAD_DIM = 128  # of keys and of values
@@ -83,7 +84,7 @@ class FlashInferLinearAttention(TritonLinearAttention):
         if self._table is not None:
             starts = batch.query_start_loc_cpu[cut:].astype(np.int64)
             rows = slice(int(starts[0]), int(starts[-1]))
-            self._prompts = _Prompts(rows, ship(starts - starts[0], self._table.slots.device))
+            self._prompts = _Prompts(rows, to_device(starts - starts[0], self._table.slots.device))
 
     def _prefill(
         self,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kernels.linear_attention.base import ship
+from kernels.host.host_copy import to_device
 from kernels.linear_attention.chunks import MAX_CHUNK
 from kernels.triton.delta_table import HEADER, PromptTable
 
@@ -16,7 +16,7 @@ MAX_PROMPT_PROGRAMS = 8  # programs of a launch that share the prompts of one he
 def step_table(starts: np.ndarray, slots: torch.Tensor) -> PromptTable:
     """Return the table of one step: prompts from starts[i] to starts[i + 1], at least one."""
     num_chunks, num_prompts = int((-(-np.diff(starts) // MAX_CHUNK)).sum()), len(slots)
-    numbers = ship(_numbers(starts, num_chunks, num_prompts), slots.device)
+    numbers = to_device(_numbers(starts, num_chunks, num_prompts), slots.device)
     programs = min(num_prompts, MAX_PROMPT_PROGRAMS)
     return PromptTable(numbers, slots, num_chunks, num_prompts, num_chunks, programs)
 
@@ -54,7 +54,7 @@ def fill_table(table: PromptTable, starts: np.ndarray, slots: torch.Tensor) -> N
     """Write the prompts of the next step, none included; starts has the number of the step's real rows at its end."""
     assert len(slots) <= table.max_prompts, (len(slots), table.max_prompts)
     numbers = _numbers(starts, table.max_chunks, table.max_prompts)
-    table.numbers.copy_(ship(numbers, table.numbers.device))
+    table.numbers.copy_(to_device(numbers, table.numbers.device))
     table.slots[: len(slots)].copy_(slots)
 
 

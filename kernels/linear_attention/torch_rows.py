@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from kernels.host.host_copy import to_device
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.linear_attention.base import (
     NORM_EPS,
     LinearStates,
-    ship,
 )
 
 
@@ -54,7 +54,7 @@ class Sequences:
     @classmethod
     def of(cls, slots: torch.Tensor, fresh: np.ndarray) -> "Sequences":
         """Return sequences with these slots; fresh: bool [B]."""
-        return cls(slots, ship(fresh, slots.device) if fresh.any() else None)
+        return cls(slots, to_device(fresh, slots.device) if fresh.any() else None)
 
     def load(self, pool: torch.Tensor) -> torch.Tensor:
         """Return copies of the slots; zeros for fresh sequences, because their slots may hold anything."""
@@ -101,7 +101,7 @@ class Decodes:
             Sequences.of(slots[:count], fresh[:count]),
             int(starts[-1]),
             before,
-            *(ship(array, slots.device) for array in arrays),
+            *(to_device(array, slots.device) for array in arrays),
         )
 
     def kept(self, pool: LinearStates) -> torch.Tensor:

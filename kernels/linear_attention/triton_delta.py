@@ -13,13 +13,13 @@ import torch
 
 from kernels.attention.batch import AttentionBatch
 from kernels.host.capability import too_old_gpu
+from kernels.host.host_copy import to_device
 from kernels.host.triton_version import triton_unavailable
 from kernels.interface.backend import BackendShape
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.linear_attention.base import (
     NORM_EPS,
     LinearAttention,
-    ship,
     signed_slots,
 )
 from kernels.linear_attention.chunks import MAX_CHUNK
@@ -50,6 +50,7 @@ class TritonLinearAttention(LinearAttention):
         self._advance_decodes = advance_decodes
         self._prepare_chunks, self._scan_chunks = prepare_chunks, scan_chunks
         self._graph_slots, self._graph_starts = torch.empty(2, 0, dtype=torch.int64)
+        self._num_graph_slots = 0  # the first ones; all slots behind them are 0
         self._table: PromptTable | None = None
 
     @classmethod
@@ -76,7 +77,7 @@ class TritonLinearAttention(LinearAttention):
         slots, cut = signed_slots(batch, batch.block_table.device), batch.num_decodes
         starts = None
         if batch.num_verify:
-            starts = ship(self._numbers(batch, cut), slots.device)
+            starts = to_device(self._numbers(batch, cut), slots.device)
         num_rows = int(batch.query_start_loc_cpu[cut])
         self._decodes = DecodeTable(slots[:cut], starts, num_rows)
         self._num_tokens, self._table = batch.num_tokens, None
@@ -85,7 +86,7 @@ class TritonLinearAttention(LinearAttention):
 
     def reserve_graphs(self, max_rows: int, max_seqs: int) -> None:
         device = self.states[0].state.device
-        self._max_seqs = max_seqs
+        self._max_seqs, self._num_graph_slots = max_seqs, 0
         self._graph_slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._graph_starts = torch.zeros(2 + max_rows, dtype=torch.int32, device=device)
         self._graph_table = graph_table(max_rows, max_seqs, device)
@@ -98,11 +99,14 @@ class TritonLinearAttention(LinearAttention):
         most = min(num_rows, self._max_seqs) if prompts or drafts else num_rows
         assert cut <= most and (prompts or cut == batch.num_seqs), (cut, batch.num_seqs)
         slots, signed = self._graph_slots[:most], signed_slots(batch, device)
-        slots[:cut], slots[cut:] = signed[:cut], 0
+        slots[:cut].copy_(signed[:cut])
+        if cut < self._num_graph_slots:
+            slots[cut : self._num_graph_slots].zero_()
+        self._num_graph_slots = cut
         starts, most_rows = None, most
         if several:
             starts, most_rows = self._graph_starts[: 2 + most], most * (1 + self.num_drafts)
-            starts.copy_(ship(self._numbers(batch, most), device))
+            starts.copy_(torch.from_numpy(self._numbers(batch, most)), non_blocking=True)
         # The launch of decodes writes zeros where it has no decode, and prompts come after it.
         zeros_to = 0 if prompts else num_rows
         self._decodes = DecodeTable(slots, starts, min(num_rows, most_rows), zeros_to)

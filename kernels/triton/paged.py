@@ -64,8 +64,8 @@ def store_kv(
 
 @triton.jit(
     do_not_specialize=[
-        *("table_ptr", "table_row", "starts_ptr", "pages_ptr", "num_seqs"),
-        *("slots_ptr", "padded_slots_ptr"),
+        *("table_ptr", "table_row", "starts_ptr", "pages_ptr"),
+        *("slots_ptr", "num_slots", "padded_slots_ptr"),
     ]
 )
 def _list_pages(
@@ -73,15 +73,15 @@ def _list_pages(
     table_row,
     starts_ptr,
     pages_ptr,
-    num_seqs,
     slots_ptr,
+    num_slots,
     padded_slots_ptr,
     BLOCK: tl.constexpr,
     PAD: tl.constexpr,
 ):
     seq = tl.program_id(0)
     if PAD:
-        slot = tl.load(slots_ptr + seq, mask=seq < num_seqs, other=-1)
+        slot = tl.load(slots_ptr + seq, mask=seq < num_slots, other=-1)
         tl.store(padded_slots_ptr + seq, slot)
     start = tl.load(starts_ptr + seq)
     count = tl.load(starts_ptr + seq + 1) - start
@@ -105,19 +105,21 @@ def list_pages(
     block_table   int64 [B, max_blocks]
     starts        int32 [R + 1], R >= B: index of each row's first entry in `pages`; rows from B on have no entries
     pages         int32 [>= P], written
-    padded_slots  int64 [R], written if given: slots [B], then -1
+    padded_slots  int64 [R], written if given: slots [up to R], then -1
     """
     num_seqs, num_rows = block_table.shape[0], starts.shape[0] - 1
     assert block_table.stride(1) == 1 and num_seqs <= num_rows
     pad = slots is not None and padded_slots is not None
+    num_slots = len(slots) if slots is not None else 0
+    assert num_slots <= num_rows, (num_slots, num_rows)
     if num_rows:
         _list_pages[(num_rows,)](
             block_table,
             block_table.stride(0),
             starts,
             pages,
-            num_seqs,
             slots if pad else starts,
+            num_slots,
             padded_slots if pad else pages,
             BLOCK=256,
             PAD=pad,

@@ -90,7 +90,8 @@ class Steps:
             scheduler.commit(batch, step)
             if counts_here:
                 took = time.perf_counter() - started
-                found.append((step.times.forward, step.times.draft, took))
+                times = step.times()
+                found.append((times.forward, times.draft, took))
         for seq in list(scheduler.running):
             scheduler.abort(seq.request.request_id)
         median = [

@@ -34,7 +34,7 @@ class Prompts(Kernel):
 
     def plan(self, query_starts: torch.Tensor, *rest: Any, **options: Any) -> None:
         super().plan(query_starts, *rest, **options)
-        if "causal" not in options and not self.is_decode:
+        if not options.get("causal") and not self.is_decode:
             raise AssertionError("decodes were planned for flashinfer's kernel too")
 
     is_decode = False

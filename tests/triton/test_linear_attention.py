@@ -102,6 +102,10 @@ def test_steps_of_fixed_rows_leave_the_slots_of_padding_alone():
     assert torch.equal(case.states[0].state.nan_to_num(-1), states[0].nan_to_num(-1))
     subject.plan_graph(case.batch(), 5, prompts=False)
     case.check(0, case.run(subject, 0))
+    states = [pool.state.clone() for pool in case.states]
+    subject.plan_graph(idle, 5, prompts=False)  # without the sequences of the step before
+    assert not case.run(subject, 0).any()
+    assert torch.equal(case.states[0].state.nan_to_num(-1), states[0].nan_to_num(-1))
 
 
 @pytest.mark.parametrize("seqs", [[(4, 1), (0, 1), (3, 5), (0, 66)], [(0, 70)], [(2, 1)], []])

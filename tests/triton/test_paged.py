@@ -26,15 +26,18 @@ def test_store_kv(heads: int, head_dim: int, dtype: torch.dtype):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_list_pages(padded: bool):
-    """One row of 300 blocks takes two rounds; rows behind the table's have no pages, and get slots of -1 if asked."""
+    """One row of 300 blocks takes two rounds; rows behind the table's have no pages.
+
+    If asked, all rows get slots, of which there may be more than rows of the table, and -1 behind the last.
+    """
     counts = [3, 0, 300, 1]
     table = torch.arange(4 * 320, device=DEVICE).view(4, 320)
     starts = torch.tensor([0, *counts, 0, 0], dtype=torch.int32, device=DEVICE).cumsum(0)
     pages = torch.full((400,), -5, dtype=torch.int32, device=DEVICE)
-    slots = torch.tensor([8, 2, -1, 4], device=DEVICE)
+    slots = torch.tensor([8, 2, -1, 4, 9], device=DEVICE)
     padded_slots = torch.full((6,), 77, device=DEVICE)
     list_pages(table, starts.int(), pages, *((slots, padded_slots) if padded else ()))
     expected = [block for row, count in zip(table, counts, strict=True) for block in row[:count]]
     assert pages[: sum(counts)].tolist() == torch.stack(expected).tolist()
     assert (pages[sum(counts) :] == -5).all()
-    assert padded_slots.tolist() == ([8, 2, -1, 4, -1, -1] if padded else [77] * 6)
+    assert padded_slots.tolist() == ([8, 2, -1, 4, 9, -1] if padded else [77] * 6)

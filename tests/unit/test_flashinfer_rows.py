@@ -10,7 +10,8 @@ import torch
 
 from kernels.attention.base import GraphForm
 from kernels.attention.flashinfer import NEW_PROMPT_ROWS, FlashInferAttention
-from kernels.attention.flashinfer_decodes import Decodes, Pages, Shape
+from kernels.attention.flashinfer_decodes import Decodes, PageBuffers, Pages, Shape
+from kernels.attention.flashinfer_extends import GraphExtends
 from kernels.attention.flashinfer_graphs import GraphPlans
 from kernels.attention.flashinfer_plans import EagerPlans
 from kernels.interface.attention_spec import AttentionSpec
@@ -27,7 +28,10 @@ class Kernel:
 
     def __init__(self, workspace: torch.Tensor, backend: str = "fa2", **_buffers: Any):
         self.workspace, self.backend, self.rows = workspace, backend, slice(0, 0)
-        self._max_total_num_rows = 0
+        self._backend, self._max_total_num_rows = backend, 0
+        self._float_workspace_buffer = self._int_workspace_buffer = workspace
+        self._pin_memory_int_workspace_buffer = workspace
+        self.num_own_plans = 0
 
     def reset_workspace_buffer(self, workspace: torch.Tensor, schedule: torch.Tensor) -> None:
         self.workspace, self.schedule = workspace, schedule
@@ -36,6 +40,18 @@ class Kernel:
         self.rows = slice(0, num_rows)
 
     def plan(self, query_starts: torch.Tensor, *_rest: Any, **_options: Any) -> None:
+        """What the wrapper's own plan does; it loads a module, of which the plan is called from then on."""
+        self.num_own_plans += 1
+        self._cached_module, self._plan_info = SimpleNamespace(plan=self.plan_module), [0]
+        self._take_starts(query_starts)
+
+    def plan_module(self, *arguments: Any) -> list[int]:
+        assert len(arguments) == {"fa2": 19, "fa3": 16}[self.backend]
+        self.arguments = arguments[3:]
+        self._take_starts(arguments[3])
+        return [1]
+
+    def _take_starts(self, query_starts: torch.Tensor) -> None:
         self.starts = query_starts.tolist()
         self.rows = slice(self.starts[0], self.starts[-1])
 
@@ -150,24 +166,48 @@ def test_rows_of_a_graph_of_drafts(seqs, specs) -> None:
     for planned, spec in zip(plans.plan(full, MAX_ROWS, GraphForm.DRAFTS), specs, strict=True):
         planned.run(new_rows(spec, MAX_ROWS), ("K", "V")).fill_(torch.nan)  # of a step before
     small = plans.plan(make_batch([(8, 3)]), 4, GraphForm.DRAFTS)
-    kernels = [planned._kernel for planned in small]
+    kernels = [planned._kernel.wrapper for planned in small]
     for planned, spec in zip(plans.plan(batch, MAX_ROWS, GraphForm.DRAFTS), specs, strict=True):
         out_THd = planned.run(new_rows(spec, MAX_ROWS), ("K", "V"))
         assert out_THd.shape == (MAX_ROWS, spec.num_heads, spec.head_dim)
         assert out_THd[:, 0, 0].tolist() == [2.0] * batch.num_tokens + [0.0] * (
             MAX_ROWS - batch.num_tokens
         )
-        assert len(planned._kernel.starts) == MAX_ROWS + 1
-        kernels.append(planned._kernel)
+        kernel = planned._kernel.wrapper
+        assert len(kernel.starts) == MAX_ROWS + 1 and kernel.num_own_plans == 1
+        kernels.append(kernel)
     assert len({kernel.workspace.data_ptr() for kernel in kernels}) == 1
     assert {kernel._max_total_num_rows for kernel in kernels} == {4, MAX_ROWS}
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_later_plans_of_a_graph_call_the_module_alone(backend: str) -> None:
+    """With what the wrapper's own plan computes of its arguments; the lists were shipped to its buffers."""
+    buffers = PageBuffers(6, 20, torch.device("cpu"))
+    shape = Shape(SPEC, 16, torch.bfloat16, 66)
+    kernel = GraphExtends(Paged(torch.empty(1), backend), shape, causal=True)
+    kernel.wrapper._max_total_num_rows = MAX_ROWS
+    for lens, starts in ([5], [0, 1]), ([16, 33, 1], [2, 3, 7, 8]):
+        pages = Pages(np.array(lens, np.int32), 16, 4, np.array(starts, np.int32))
+        pages.ship(buffers.pages, buffers.lengths)
+        kernel.plan(pages, chunk=2)
+    assert kernel.wrapper.num_own_plans == 1 and kernel.wrapper._plan_info == [1]
+    query_starts, page_starts, key_lens, *rest = kernel.wrapper.arguments
+    assert query_starts.tolist() == buffers.query_starts(4).tolist() == [2, 3, 7, 8, 8]
+    given = buffers.of(4)
+    assert page_starts.tolist() == given["paged_kv_indptr"].tolist() == [0, 1, 4, 5, 5]
+    assert given["paged_kv_last_page_len"].tolist() == [16, 1, 1, 0]
+    assert key_lens.tolist() == [16, 33, 1, 0]
+    numbers = [MAX_ROWS, 4, 4, 2, 16, True, 8, 8, True, -1]
+    assert rest == numbers + ([2, False, 0] if backend == "fa2" else [])
+    assert all(it.dtype == torch.int32 for it in (query_starts, page_starts, key_lens))
 
 
 def test_shapes_have_schedules_of_their_own() -> None:
     """A schedule is read at replay, after the plans of all shapes: it must not be overwritten by another shape's."""
     plans = make_plans(SPEC, OTHER)
     planned = plans.plan(make_batch([(5, 1), (0, 6)]), MAX_ROWS, GraphForm.MIXED)
-    kernels = [kernel for plan in planned for kernel in (plan._decodes, plan._prompts)]
+    kernels = [it.wrapper for plan in planned for it in (plan._decodes, plan._prompts)]
     assert len({kernel.schedule.data_ptr() for kernel in kernels}) == 4
     assert len({kernel.workspace.data_ptr() for kernel in kernels}) == 1
 

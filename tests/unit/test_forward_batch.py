@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -53,8 +53,19 @@ def scheduled(parts: list[tuple[int, int, int]]) -> tuple[Rows, ScheduledBatch]:
     )
 
 
-def builder_of(rows: Rows, **options: torch.Tensor) -> ForwardBatchBuilder:
+def builder_of(rows: Rows, **options: Any) -> ForwardBatchBuilder:
     return ForwardBatchBuilder(*rows, MAX_TOKENS, MAX_SEQS, CPU, **options)
+
+
+@pytest.mark.parametrize(
+    ("parts", "found"),
+    [([(5, 1, 1), (9, 1, 1), (4, 3, 3)], True), ([(5, 1, 1), (4, 3, 3)], False), ([], False)],
+)
+def test_shared_prefixes_are_looked_for_where_several_sequences_have_one_row(parts, found: bool):
+    rows, batch = scheduled(parts)
+    built = builder_of(rows, shares=True).build(batch, 8)
+    assert (built.prefix_groups_cpu is not None) == (built.prefix_blocks_cpu is not None) == found
+    assert builder_of(rows).build(batch, 8).prefix_groups_cpu is None
 
 
 part = st.tuples(st.integers(0, 20), st.integers(1, 10), st.integers(0, 10))

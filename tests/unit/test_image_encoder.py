@@ -17,7 +17,7 @@ from workers.images.limits import ImageLimits
 from workers.scheduler.image_queue import ImageQueue
 from workers.scheduler.scheduler import Scheduler
 from workers.specs.vision import Grid, PixelScale, QwenVisionSpec
-from workers.step.step_output import RunTimes, StepOutput
+from workers.step.step_output import StepOutput
 from workers.step.step_sync import StepPlan
 from workers.wire.request import EngineRequest, ImageInput
 
@@ -234,9 +234,8 @@ def step(scheduler: Scheduler) -> list[str]:
     """One step whose draws are all 7; returns the requests in it."""
     batch = scheduler.schedule()
     scheduler.launched(batch)
-    times = RunTimes(0.0, 0.0, 0.0, 0.0)
     num_logits = int(batch.num_logits.sum())
-    scheduler.commit(batch, StepOutput.of(batch, [7] * num_logits, None, times=times))
+    scheduler.commit(batch, StepOutput.of(batch, [7] * num_logits, None))
     return [seq.request.request_id for seq in batch.seqs]
 
 

@@ -1,5 +1,8 @@
 """The n-gram drafter, acceptance, step times and the choice of drafts, alone and in an engine."""
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -28,6 +31,12 @@ from workers.step.vote import Vote
 
 def size(rows: int, num_drafts: int) -> StepSize:
     return StepSize(rows, num_drafts > 0)
+
+
+def limited(num_tokens: int, limit: int) -> StepPlan:
+    """A step with drafts, behind which the ranks have this limit."""
+    votes = SimpleNamespace(limit=lambda: limit)
+    return StepPlan(True, (num_tokens,), draft_votes=votes, verifies=True)
 
 
 def vote_alone(
@@ -180,9 +189,9 @@ def test_a_sequence_with_unlikely_drafts_does_not_wait_for_its_token_though_othe
             seq.token_ids.append(4)
             drafts.committed(new_tokens(seq))
         drafts.settle()
-    drafts.follow(StepPlan(True, (2,), draft_limit=8, verifies=True))
+    drafts.follow(limited(2, 8))
     assert sum(len(tokens) for _, tokens in drafts.drafts([good, bad], 2, 8)) == 6
-    drafts.follow(StepPlan(True, (2,), draft_limit=2, verifies=True))
+    drafts.follow(limited(2, 2))
     assert not list(drafts.drafts([good, bad], 2, 8)), "the decodes alone have as many rows"
     drafts._acceptance[bad].count(0, 400)
     for seq in (good, bad):
@@ -190,6 +199,23 @@ def test_a_sequence_with_unlikely_drafts_does_not_wait_for_its_token_though_othe
     drafts.settle()
     assert drafts._drafter.has_drafts(bad)
     assert good.speculates and not bad.speculates
+
+
+def test_no_launch_waits_for_the_limit_of_the_next_step():
+    drafts, seq = speculator(), sequence([1], output=[4] * 9)
+    limit = Mock(return_value=0)
+    drafts.follow(StepPlan(True, (1,), draft_votes=SimpleNamespace(limit=limit)))
+    limit.assert_not_called()
+    drafts.committed(new_tokens(seq))
+    drafts.settle()
+    assert not seq.speculates
+    limit.assert_called_once()
+    drafts.follow(limited(1, 5))
+    drafts.follow(StepPlan(True, (1,)))  # no rank has drafts, and the last limit holds
+    drafts.settle()
+    drafts.committed(new_tokens(seq))
+    drafts.settle()
+    assert seq.speculates and drafts._limit == 5
 
 
 @given(st.floats(0.1, 5), st.floats(0, 1), st.integers(1, 50))

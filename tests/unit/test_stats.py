@@ -125,7 +125,7 @@ def step(
     plan = plan or StepPlan(True, (batch.num_tokens,))
     stats.before_step(batch, plan)
     output = StepOutput.of(
-        batch, [7] * len(seqs), times=RunTimes(3, 4, 5, 7), expert_counts=expert_counts
+        batch, [7] * len(seqs), times=lambda: RunTimes(3, 4, 5, 7), expert_counts=expert_counts
     )
     host = HostTimes(schedule=1, vote=2)
     stats.record_step(scheduler, batch, plan, host, output, generated=len(seqs), publish=6)

@@ -182,6 +182,7 @@ class StepTimer:
             self._scheduler.commit(batch, result)
             if counts:
                 # An asynchronous engine prepares a step while the step before computes, so preparation costs nothing.
-                prepare = 0.0 if self._runner.asynchronous else result.times.prepare
-                found.append(prepare + result.times.forward)
+                times = result.times()
+                prepare = 0.0 if self._runner.asynchronous else times.prepare
+                found.append(prepare + times.forward)
         return found

@@ -188,9 +188,14 @@ class ForwardBatchBuilder:
             seq_lens_cpu=seq_lens,
             sampling_rows_cpu=sampling_rows,
             sampling_positions_cpu=sampling_positions,
-            **(self._cache.shared_prefixes(rows) if self._shares else {}),
+            **self._prefixes(batch),
             **device,
         )
+
+    def _prefixes(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
+        """Return the groups of sequences with shared blocks; only sequences with one row read shared blocks once."""
+        shares = self._shares and batch.num_single_rows > 1
+        return self._cache.shared_prefixes(batch.rows) if shares else {}
 
     def _enter_drafts(
         self, batch: ScheduledBatch, rows_L: np.ndarray, positions_L: np.ndarray

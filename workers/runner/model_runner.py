@@ -22,7 +22,7 @@ from workers.runner.draft_passes import DraftPasses
 from workers.runner.draft_store import DraftStore
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.runner.image_rows import ImageRows
-from workers.runner.ran import Forwarded, Ran, StepDraft
+from workers.runner.ran import Forwarded, Ran, StepDraft, run_times
 from workers.runner.row_logits import batch_logits, prompt_logits
 from workers.sampling.grammar_bitmask import GrammarBitmasks, PendingBitmask
 from workers.sampling.logprobs import PromptLogprobs
@@ -31,7 +31,7 @@ from workers.speculation.synthetic import SyntheticAcceptance
 from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.sequence import InputBatch
-from workers.step.step_output import RunTimes, StepOutput, counts_of
+from workers.step.step_output import StepOutput, counts_of
 from workers.step.step_sync import StepPlan
 from workers.ubatch.wrapper import UBatchWrapper
 
@@ -245,19 +245,18 @@ class ModelRunner:
             copy.wait()
             drawn_L = sampled.token_B.numpy()
             drawn_B = counts_of(scheduled, drawn_L, counts_B)
-            forward_s, sample_s = clock.seconds()
-            draft_s, drafts = 0.0, None
+            before, drafts = None, None
             if found is not None:
                 assert self._store is not None
                 drafts = self._store.drafts_of(found.drafts, found.rows, drawn_B)
-                draft_s = 0.0 if found.before is None else found.before.seconds()[0]
+                before = found.before
             return StepOutput.of(
                 scheduled,
                 drawn_L,
                 sampled.entries(),
                 prompt_logprobs={name: parts.lists() for name, parts in prompts.items()} or None,
                 vectors=None if vectors is None else vectors.lists(len(scheduled.seqs)),
-                times=RunTimes(prepare, forward_s, sample_s, draft_s),
+                times=partial(run_times, prepare, clock, before),
                 drafts=drafts,
                 counts_B=drawn_B,
                 expert_counts=None if counts_Ls is None else counts_Ls.numpy(),

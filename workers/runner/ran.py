@@ -7,6 +7,7 @@ import torch
 from kernels.host.host_copy import StepClock
 from workers.runner.draft_rows import DraftRows
 from workers.runner.draft_store import StepDrafts
+from workers.step.step_output import RunTimes
 
 # hidden_TD; float32 logits_LV, if any row gives logits; hidden_TD after the layers that a draft model reads; the counts
 # of the experts' rows, in steps that read them.
@@ -21,3 +22,9 @@ class StepDraft(NamedTuple):
     rows: DraftRows
     drafts: StepDrafts
     before: StepClock | None
+
+
+def run_times(prepare: float, clock: StepClock, passes: StepClock | None) -> RunTimes:
+    """Return the times of a step, and of the passes behind the step before; the device has ended both."""
+    forward, sample = clock.seconds()
+    return RunTimes(prepare, forward, sample, 0.0 if passes is None else passes.seconds()[0])

@@ -61,7 +61,8 @@ class Speculator:
         self._acceptance: dict[Sequence, Acceptance] = {}
         self._of_all = Acceptance(decay=DECAY_OF_ALL)
         self._costs = DraftCosts(measured)
-        self._limit: int | None = None  # last limit of a plan; None: no rank has had drafts yet
+        self._plan: StepPlan | None = None  # followed, but its limit was not read yet
+        self._last_limit: int | None = None  # None: no rank has had drafts yet
         self._candidates = {"drafts": 0}  # fields of the vote
         self._patience: dict[Sequence, int] = {}  # steps that a draft model still reads of it
         self._left_out: set[Sequence] = set()  # a draft model has not read all of them
@@ -153,11 +154,21 @@ class Speculator:
         return {**candidates, **self._costs.vote()}
 
     def follow(self, plan: StepPlan) -> None:
-        """Enter the plan of a step: all ranks have the same limit at each step."""
-        if plan.draft_limit is not None:
-            self._limit = plan.draft_limit
+        """Enter the plan of a step: all ranks have the same limit at each step.
+
+        The limit is read when it is needed, as a rule behind the launch.
+        """
+        self._last_limit, self._plan = self._limit, plan
         if not plan.verifies:
             self._costs.relax()
+
+    @property
+    def _limit(self) -> int | None:
+        """The last limit of a plan; None: no rank has had drafts yet."""
+        plan, self._plan = self._plan, None
+        if plan is not None and plan.draft_limit is not None:
+            self._last_limit = plan.draft_limit
+        return self._last_limit
 
     def drafts(
         self, seqs: list[Sequence], num_decodes: int, budget: int

@@ -100,7 +100,7 @@ class EngineStats:
         self._invalid_logits.count(batch, output)
         self._drafts.count(batch, output)
         self.kinds[mode.name, plan.graph_mode.name, str(plan.ubatch)] += 1
-        times = output.times
+        times = output.times()
         host_parts = host.schedule, host.vote, times.prepare
         parts = *host_parts, times.forward, times.sample, times.draft, publish
         for name, seconds in zip(STEP_PARTS, parts, strict=True):

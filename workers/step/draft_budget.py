@@ -10,7 +10,7 @@ N ranks, M numbers of rows, P parts of a rank's drafts, C drafts of a rank.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -57,6 +57,20 @@ def packed_gains(survival_C: np.ndarray) -> int:
 def _width(num_drafts: int) -> int:
     """Return the drafts of each part but the last, which may have fewer."""
     return -(-num_drafts // PARTS)
+
+
+class DraftVotes(NamedTuple):
+    """Votes of all ranks about the drafts of the next step; no launch waits for what follows from them.
+
+    columns   as of DraftBudget.limit
+    """
+
+    budget: "DraftBudget"
+    columns: Mapping[str, list[int]]
+
+    def limit(self) -> int | None:
+        """See DraftBudget."""
+        return self.budget.limit(self.columns)
 
 
 @dataclass(frozen=True, eq=False)  # a hash of all fields would take longer than the rest

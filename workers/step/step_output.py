@@ -3,7 +3,7 @@
 B sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
@@ -39,6 +39,7 @@ class StepOutput:
     logprobs         one for each of token_ids, None for a request without logprobs; None if no request wants them
     prompt_logprobs  by request id, for prompts that this step completed; None if there are none
     vectors          float32 [n] for each of the B sequences, None where no vector is complete; None if all are None
+    times            returns the times of the step; a launch waits for no such question to the device
     drafts           drafts that follow the new tokens; None: no draft model
     expert_counts    rows that came to each slot of the rank in each layer so far, int64 [L, s]; None in steps that
                      do not read them
@@ -49,7 +50,7 @@ class StepOutput:
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] | None = None
     vectors: list[np.ndarray | None] | None = None
-    times: RunTimes = RunTimes()
+    times: Callable[[], RunTimes] = RunTimes
     drafts: Drafts | None = None
     expert_counts: np.ndarray | None = None
 
@@ -62,7 +63,7 @@ class StepOutput:
         *,
         prompt_logprobs: dict[str, list[TokenLogprobs | None]] | None = None,
         vectors: list[np.ndarray | None] | None = None,
-        times: RunTimes = RunTimes(),
+        times: Callable[[], RunTimes] = RunTimes,
         drafts: Drafts | None = None,
         expert_counts: np.ndarray | None = None,
         counts_B: np.ndarray | None = None,

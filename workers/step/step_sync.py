@@ -7,13 +7,13 @@ that differs between ranks may influence a branch that leads to a collective.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
 from typing import Any, Protocol
 
 import numpy as np
 
-from workers.step.draft_budget import DraftBudget
+from workers.step.draft_budget import DraftBudget, DraftVotes
 from workers.step.vote import HEALTHY, NUM_WORDS, columns_of
 
 
@@ -121,8 +121,7 @@ class StepPlan:
     draft_steps           tokens that draft models draft of each sequence, on all ranks
     draft_rows            rows of every rank in the passes that draft the second token and later ones
     verifies              a rank verifies drafts
-    draft_limit           rows up to which every rank adds drafts to the decodes of the next step; 0 = no drafts; None =
-                          no rank has any, and the last limit holds
+    draft_votes           what `draft_limit` follows from; None: no rank has drafts
     load_step             number of this step if all ranks read the counts of their experts' rows behind it
     move                  number of the move of experts that all ranks stage; 0 = none, or not all of them yet
     move_commit           layers of the move of experts that all ranks have committed before this step, its first ones
@@ -145,7 +144,7 @@ class StepPlan:
     draft_steps: int = 0
     draft_rows: int = 0
     verifies: bool = False
-    draft_limit: int | None = None
+    draft_votes: DraftVotes | None = field(default=None, compare=False)
     load_step: int | None = None
     move: int = 0
     move_commit: int = 0
@@ -154,6 +153,14 @@ class StepPlan:
     adapters: bool = False
     adapter_slots: int = 0
     adapters_wanted: tuple[int, ...] = ()
+
+    @cached_property
+    def draft_limit(self) -> int | None:
+        """Rows up to which every rank adds drafts to the decodes of the next step; 0 = no drafts.
+
+        None: no rank has any, and the last limit holds.
+        """
+        return None if self.draft_votes is None else self.draft_votes.limit()
 
     @property
     def sleeps(self) -> bool:
@@ -228,7 +235,7 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         draft_steps=max(columns["draft_steps"]),
         draft_rows=max(columns["draft_rows"]),
         verifies=any(columns["verifies"]),
-        draft_limit=config.drafts.limit(columns),
+        draft_votes=DraftVotes(config.drafts, columns),
         load_step=columns["step"][0] if columns["step"][0] % LOAD_STEPS < 2 else None,
         **_move(columns),
         **_adapters(columns),
