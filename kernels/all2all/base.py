@@ -76,11 +76,15 @@ class ExpertInput:
     scale_RS: torch.Tensor | None = None
     slots_N: torch.Tensor | None = None
 
+    def wide_rows(self) -> torch.Tensor:
+        """Return the rows in their order, those of e4m3 in bfloat16."""
+        if self.scale_RS is None:
+            return self.x_RD
+        return widen_rows(Fp8Rows(self.x_RD, self.scale_RS))
+
     def permuted_rows(self) -> torch.Tensor:
         """Return the rows in expert order, those of e4m3 in bfloat16; with `routing` unused rows are undefined."""
-        x_ND = self.x_RD
-        if self.scale_RS is not None:
-            x_ND = widen_rows(Fp8Rows(x_ND, self.scale_RS))
+        x_ND = self.wide_rows()
         if self.routing is None:
             return x_ND
         from kernels.triton.scatter_rows import scatter_rows
@@ -88,13 +92,12 @@ class ExpertInput:
         return scatter_rows(x_ND, self.routing.permuted_idx_NK, self.routing.num_permuted)
 
     def adapter_rows(self) -> ExpertRows:
-        """Return the adapters of the permuted rows, where rows carry them."""
+        """Return the adapters of the rows, where rows carry them."""
         assert self.slots_N is not None, "the all-to-all carries no adapters"
         routing = self.routing
         if routing is None:
             return ExpertRows.in_order(self.slots_N, self.offs_e)
-        bounds = routing.starts_e, routing.ends_e
-        return ExpertRows.on_device(self.slots_N, routing.row_R, *bounds)
+        return ExpertRows(self.slots_N, routing.row_R, routing.starts_e, routing.ends_e)
 
     def device_routing(self) -> DeviceRouting:
         """Return `routing`, or the identity for rows that are in expert order already."""

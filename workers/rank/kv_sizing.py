@@ -74,9 +74,9 @@ def own_bytes(
 def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
     """Return the bytes that torch reserves for graphs of these sizes. Collective; ends the use of the runner.
 
-    All graphs share a memory pool, which the largest graphs of whole steps and of ubatches fill: those with the products
-    of adapters too, whose temporaries graphs without them lack. Each further graph takes the bytes of a graph of the
-    next size; a step of n ubatches has n graphs. Those of a draft model have a layer for each of its passes.
+    All graphs share a memory pool, which the largest graphs of whole steps and of ubatches fill: the one with adapters
+    too, because its products have temporaries of their own. Each further graph takes the bytes of a graph of the next
+    size; a step of n ubatches has n graphs. Those of a draft model have a layer for each of its passes.
 
     Only torch's allocator of this process is read. CUDA's own memory for the executable of a graph is not counted,
     because only the device's free memory shows it, and other processes change that too. It has to fit into the part of
