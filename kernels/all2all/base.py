@@ -5,7 +5,7 @@ rows, M rows of an expert's array, S scales of a row.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -67,6 +67,8 @@ class ExpertInput:
     routing   on GPUs: the permutation into expert order, which the host cannot read without waiting
     scale_RS  float32 scale of each 128 values of e4m3 rows, of any strides; None for rows in the model's dtype
     slots_N   int64 or int32: slot of the adapter of each row of `x_RD`, 0 for none; None: adapters change no expert
+    wide_RD   rows of `x_RD` in the model's dtype, where this rank has quantised them; None: they are not there
+    source_R  int64: dispatched row of each row, where a CPU has permuted rows that were not moved; None: elsewhere
     """
 
     x_RD: torch.Tensor
@@ -75,9 +77,18 @@ class ExpertInput:
     routing: DeviceRouting | None = None
     scale_RS: torch.Tensor | None = None
     slots_N: torch.Tensor | None = None
+    wide_RD: torch.Tensor | None = None
+    source_R: torch.Tensor | None = None
+
+    def with_slots(self, slots_T: torch.Tensor) -> Self:
+        """Return the input with the slots of the dispatched rows, int64, of an all-to-all that moves no rows."""
+        slots_N = slots_T if self.source_R is None else slots_T.index_select(0, self.source_R)
+        return replace(self, slots_N=slots_N)
 
     def wide_rows(self) -> torch.Tensor:
         """Return the rows in their order, those of e4m3 in bfloat16."""
+        if self.wide_RD is not None:
+            return self.wide_RD
         if self.scale_RS is None:
             return self.x_RD
         return widen_rows(Fp8Rows(self.x_RD, self.scale_RS))
@@ -143,6 +154,7 @@ class AllToAll(Backend):
     needs_process_group  dispatch or combine uses the process group, which must live as long as the instance
     runs_on_stream       dispatch and combine run on `stream` from end to end
     carries_adapters     rows may carry the slot of their adapter, by a further id
+    moves_rows           dispatch sends rows to other ranks; without, the slots are added by `ExpertInput.with_slots`
     slot_column          rows carry it by this column, in every dispatch; None: they do not
     fp8_rows             rows travel in e4m3 with scales where `BackendShape.fp8_rows`; sums never do
     stream               CUDA stream of its dispatches and combines; None for the current one (see comm_stream.py)
@@ -159,6 +171,7 @@ class AllToAll(Backend):
     runs_on_stream: bool = False
     fp8_rows: bool = False
     carries_adapters: bool = True
+    moves_rows: bool = True
     slot_column: SlotColumn | None = None
     stream: CommStream | None = None
 

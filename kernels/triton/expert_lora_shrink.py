@@ -159,6 +159,7 @@ def expert_lora_shrink(
     num_rows, depth, width = len(rows.row_R), x.shape[1], a_SEQK.shape[2]
     assert x.stride(1) == 1 and a_SEQK[0].is_contiguous() and x.dtype == a_SEQK.dtype
     assert len(x) == (len(rows.slots_N) if gathered else num_rows), x.shape
+    assert rows.slots_N.is_contiguous() and rows.row_R.is_contiguous()
     if width <= MOST_AT_ONCE:
         rank = width
     parts = width // rank

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from kernels.all2all.base import ExpertInput
 from kernels.backends.select import Backends
 from kernels.lora.experts import ExpertAdapters
 from kernels.lora.rows import AdapterRows
@@ -195,14 +196,17 @@ class MoeBlock:
         gate = None if self.shared is None else self.shared.gate_of(len(residual_TD))
         residual_TD, rows_TD, h_TD = self._normed(residual_TD, hidden_TD, batch.adapters, gate)
         slots_TK, topk_weights_TK = self._route(h_TD, batch)
+        slots_T = None if self.lora is None else batch.adapter_slots
         if (column := self.all2all.slot_column) is not None:
-            slots_T = None if self.lora is None else batch.adapter_slots
             slots_TK, topk_weights_TK = column.beside(slots_TK, topk_weights_TK, slots_T)
         pending = self.all2all.dispatch(h_TD, slots_TK, topk_weights_TK)
         if self.shared is not None:  # computed while the rows travel
             inputs = residual_TD, rows_TD, h_TD
             residual_TD = self.shared.add_to(*inputs, gate, batch.adapters)
         expert_input = pending.wait()
+        if slots_T is not None and not self.all2all.moves_rows:
+            assert isinstance(expert_input, ExpertInput), "masked rows carry no adapters"
+            expert_input = expert_input.with_slots(slots_T)
         if self.expert_load.counting:
             self.expert_load.add(self._layer, expert_input.offs_e)
         adapters = None if batch.adapters is None else self.lora
