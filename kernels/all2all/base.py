@@ -5,7 +5,7 @@ rows, M rows of an expert's array, S scales of a row.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -67,6 +67,8 @@ class ExpertInput:
     routing   on GPUs: the permutation into expert order, which the host cannot read without waiting
     scale_RS  float32 scale of each 128 values of e4m3 rows, of any strides; None for rows in the model's dtype
     slots_N   int64 or int32: slot of the adapter of each row of `x_RD`, 0 for none; None: adapters change no expert
+    wide_RD   rows of `x_RD` in the model's dtype, where this rank has quantised them; None: they are not there
+    source_R  int64: dispatched row of each row, where a CPU has permuted rows that were not moved; None: elsewhere
     """
 
     x_RD: torch.Tensor
@@ -75,12 +77,25 @@ class ExpertInput:
     routing: DeviceRouting | None = None
     scale_RS: torch.Tensor | None = None
     slots_N: torch.Tensor | None = None
+    wide_RD: torch.Tensor | None = None
+    source_R: torch.Tensor | None = None
+
+    def with_slots(self, slots_T: torch.Tensor) -> Self:
+        """Return the input with the slots of the dispatched rows, int64, of an all-to-all that moves no rows."""
+        slots_N = slots_T if self.source_R is None else slots_T.index_select(0, self.source_R)
+        return replace(self, slots_N=slots_N)
+
+    def wide_rows(self) -> torch.Tensor:
+        """Return the rows in their order, those of e4m3 in bfloat16."""
+        if self.wide_RD is not None:
+            return self.wide_RD
+        if self.scale_RS is None:
+            return self.x_RD
+        return widen_rows(Fp8Rows(self.x_RD, self.scale_RS))
 
     def permuted_rows(self) -> torch.Tensor:
         """Return the rows in expert order, those of e4m3 in bfloat16; with `routing` unused rows are undefined."""
-        x_ND = self.x_RD
-        if self.scale_RS is not None:
-            x_ND = widen_rows(Fp8Rows(x_ND, self.scale_RS))
+        x_ND = self.wide_rows()
         if self.routing is None:
             return x_ND
         from kernels.triton.scatter_rows import scatter_rows
@@ -88,13 +103,12 @@ class ExpertInput:
         return scatter_rows(x_ND, self.routing.permuted_idx_NK, self.routing.num_permuted)
 
     def adapter_rows(self) -> ExpertRows:
-        """Return the adapters of the permuted rows, where rows carry them."""
+        """Return the adapters of the rows, where rows carry them."""
         assert self.slots_N is not None, "the all-to-all carries no adapters"
         routing = self.routing
         if routing is None:
             return ExpertRows.in_order(self.slots_N, self.offs_e)
-        bounds = routing.starts_e, routing.ends_e
-        return ExpertRows.on_device(self.slots_N, routing.row_R, *bounds)
+        return ExpertRows(self.slots_N, routing.row_R, routing.starts_e, routing.ends_e)
 
     def device_routing(self) -> DeviceRouting:
         """Return `routing`, or the identity for rows that are in expert order already."""
@@ -140,6 +154,7 @@ class AllToAll(Backend):
     needs_process_group  dispatch or combine uses the process group, which must live as long as the instance
     runs_on_stream       dispatch and combine run on `stream` from end to end
     carries_adapters     rows may carry the slot of their adapter, by a further id
+    moves_rows           dispatch sends rows to other ranks; without, the slots are added by `ExpertInput.with_slots`
     slot_column          rows carry it by this column, in every dispatch; None: they do not
     fp8_rows             rows travel in e4m3 with scales where `BackendShape.fp8_rows`; sums never do
     stream               CUDA stream of its dispatches and combines; None for the current one (see comm_stream.py)
@@ -156,6 +171,7 @@ class AllToAll(Backend):
     runs_on_stream: bool = False
     fp8_rows: bool = False
     carries_adapters: bool = True
+    moves_rows: bool = True
     slot_column: SlotColumn | None = None
     stream: CommStream | None = None
 

@@ -3,6 +3,7 @@
 T tokens, D hidden, K experts per token, R routed rows.
 """
 
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -20,6 +21,7 @@ class LocalAllToAll(AllToAll):
 
     name = "local"
     graph = True
+    moves_rows = False
     needs_process_group = False
     fp8_rows = True
     no_overlap_reason = "one rank has nothing to exchange"
@@ -39,7 +41,8 @@ class LocalAllToAll(AllToAll):
 
     @classmethod
     def build(cls, context: BackendContext) -> Self:
-        """Not collective: there is one rank."""
+        """Not collective: there is one rank. Ids of experts have no column of adapters, because no row travels."""
+        context = replace(context, shape=replace(context.shape, expert_adapters=False))
         return cls(context.permutation(torch.int64), fp8=context.shape.fp8_rows)
 
     def dispatch(

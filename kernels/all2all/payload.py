@@ -187,24 +187,27 @@ def permute_local(
     topk_idx_NK   ids of the permutation's dtype among the experts of all ranks
     fp8           the experts take FP8: a GPU's few rows are quantised in the launch that permutes them
     """
-    rows = None
+    rows = wide_ND = None
     if fp8 and isinstance(x_ND, torch.Tensor) and x_ND.is_cuda:
         from kernels.triton import permute_pairs, quantise_rows
 
         if permute_pairs.quantises(topk_idx_NK.numel()):
-            rows = x_ND, quantise_rows.empty_rows(x_ND)
-            x_ND = rows[1]
+            wide_ND, x_ND = x_ND, quantise_rows.empty_rows(x_ND)
+            rows = wide_ND, x_ND
     routing = permutation.route(topk_idx_NK, rows)
     handle = Gathered(routing, topk_weights_NK, origin)
     values_ND, scale_NS = x_ND if isinstance(x_ND, Fp8Rows) else (x_ND, None)
     slots_N = SlotColumn.slots_of(topk_idx_NK) if permutation.adapters else None
     if isinstance(routing, DeviceRouting):
-        return ExpertInput(values_ND, routing.offs_e, handle, routing, scale_NS, slots_N)
+        return ExpertInput(values_ND, routing.offs_e, handle, routing, scale_NS, slots_N, wide_ND)
     if slots_N is not None:
         slots_N = slots_N.index_select(0, routing.row_R)
+    scale_RS = None
     if scale_NS is None:
         values_RD = values_ND.index_select(0, routing.row_R)
-        return ExpertInput(values_RD, routing.offs_e, handle, slots_N=slots_N)
-    values_RD = values_ND.view(torch.uint8).index_select(0, routing.row_R).view(values_ND.dtype)
-    scale_RS = scale_NS.index_select(0, routing.row_R)
-    return ExpertInput(values_RD, routing.offs_e, handle, scale_RS=scale_RS, slots_N=slots_N)
+    else:
+        bytes_RD = values_ND.view(torch.uint8).index_select(0, routing.row_R)
+        values_RD = bytes_RD.view(values_ND.dtype)
+        scale_RS = scale_NS.index_select(0, routing.row_R)
+    in_order = values_RD, routing.offs_e, handle, None, scale_RS, slots_N
+    return ExpertInput(*in_order, source_R=routing.row_R)

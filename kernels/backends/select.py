@@ -234,7 +234,7 @@ def build(selection: Selection, context: BackendContext) -> Backends:
         )
     )
     assert set(all2all.layouts) <= set(grouped_gemm.layouts), selection.names()
-    if context.shape.expert_adapters:
+    if context.shape.expert_adapters and all2all.moves_rows:
         all2all.slot_column = SlotColumn(context.shape.max_num_tokens, context.device)
     return Backends(
         all2all,

@@ -107,9 +107,7 @@ class DeepGemm(GroupedGemm):
             return unfused_mlp(
                 expert_input,
                 adapters,
-                up=lambda x_RD: self._contiguous(
-                    self._fetch(expert_input, x_RD), w13_e2ID, routing.ends_e
-                ),
+                up=lambda: self._contiguous(self._fetch(expert_input), w13_e2ID, routing.ends_e),
                 activate=lambda h_R2I: activate_used(h_R2I, routing.ends_e, activation),
                 down=lambda h_RI: self._contiguous(self._quantise(h_RI), w2_eDI, routing.ends_e),
             )
@@ -129,9 +127,9 @@ class DeepGemm(GroupedGemm):
         wait_previous_ubatch()
         return self._masked(activated, w2_eDI, masked)
 
-    def _fetch(self, expert_input: ExpertInput, x_RD: torch.Tensor | None = None) -> Any:
-        """Return the permuted rows as the product takes them; x_RD: the permuted rows, where they are made already."""
-        return expert_input.permuted_rows() if x_RD is None else x_RD
+    def _fetch(self, expert_input: ExpertInput) -> Any:
+        """Return the permuted rows as the product takes them."""
+        return expert_input.permuted_rows()
 
     def _quantise(self, x_RK: torch.Tensor) -> Any:
         """Return rows in bfloat16 as the product takes them."""
@@ -164,14 +162,6 @@ class DeepGemmFp8(DeepGemm):
     fp8_dense = True
     masked_fp8 = True
     fp8_rows = True
-
-    @classmethod
-    def step_bytes(cls, shape: BackendShape, num_rows: int) -> int:
-        """See GroupedGemm. For adapters it holds rows that arrived in FP8 in bfloat16, and activated rows in both."""
-        num_bytes = super().step_bytes(shape, num_rows)
-        if shape.expert_adapters:
-            num_bytes += num_rows * (2 * shape.hidden_size + shape.moe_intermediate_size)
-        return num_bytes
 
     @classmethod
     def auto_reason(cls, shape: BackendShape) -> str | None:
@@ -214,7 +204,7 @@ class DeepGemmFp8(DeepGemm):
     ) -> BlockWeights:
         return BlockWeights.empty(num_experts, rows, columns, device=device)
 
-    def _fetch(self, expert_input: ExpertInput, x_RD: torch.Tensor | None = None) -> Any:
+    def _fetch(self, expert_input: ExpertInput) -> Any:
         routing = expert_input.device_routing()
         order = routing.permuted_idx_NK, routing.num_permuted
         return self._scatter(expert_input.x_RD, *order, expert_input.scale_RS)

@@ -76,7 +76,9 @@ class NativeFourBit(FourBitGemm):
             return unfused_mlp(
                 expert_input,
                 adapters,
-                up=lambda x_RD: self._multiply(x_RD, w13_e2ID, expert_input.offs_e, b13_e2I),
+                up=lambda: self._multiply(
+                    expert_input.permuted_rows(), w13_e2ID, expert_input.offs_e, b13_e2I
+                ),
                 activate=lambda h_R2I: gated_activation(h_R2I, activation),
                 down=lambda h_RI: self._multiply(h_RI, w2_eDI, expert_input.offs_e, b2_eD),
             )

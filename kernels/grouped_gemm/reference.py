@@ -38,7 +38,7 @@ class ReferenceGroupedGemm(GroupedGemm):
         return unfused_mlp(
             expert_input,
             adapters,
-            up=lambda x_RD: _multiply(x_RD, w13_e2ID, b13_e2I, ends),
+            up=lambda: _multiply(expert_input.permuted_rows(), w13_e2ID, b13_e2I, ends),
             activate=lambda h_R2I: gated_activation(h_R2I, activation),
             down=lambda h_RI: _multiply(h_RI, w2_eDI, b2_eD, ends),
         )

@@ -73,7 +73,7 @@ class SkinnyFp8:
             return unfused_mlp(
                 expert_input,
                 adapters,
-                up=lambda _: plain(rows, row_R, w13_e2ID, bounds).values,
+                up=lambda: plain(rows, row_R, w13_e2ID, bounds).values,
                 activate=lambda h_R2I: activate_used(h_R2I, routing.ends_e, activation),
                 down=lambda h_RI: (
                     plain(self._quantise(h_RI, early=False), None, w2_eDI, bounds).values

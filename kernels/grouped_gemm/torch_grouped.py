@@ -69,7 +69,7 @@ class TorchGroupedGemm(GroupedGemm):
         return unfused_mlp(
             expert_input,
             adapters,
-            up=lambda x_RD: _multiply(x_RD, w13_e2ID, offs_e, b13_e2I, expert_R),
+            up=lambda: _multiply(expert_input.permuted_rows(), w13_e2ID, offs_e, b13_e2I, expert_R),
             activate=lambda h_R2I: activate_used(h_R2I, offs_e, activation),
             down=lambda h_RI: _multiply(h_RI, w2_eDI, offs_e, b2_eD, expert_R),
         )

@@ -38,10 +38,9 @@ class TritonFourBit(FourBitGemm):
 
     @classmethod
     def step_bytes(cls, shape: BackendShape, num_rows: int) -> int:
-        """See GroupedGemm. But for adapters it neither copies rows into expert order nor stores gate and up."""
-        if shape.expert_adapters:
-            return super().step_bytes(shape, num_rows)
-        widths = shape.hidden_size + shape.moe_intermediate_size
+        """See GroupedGemm. It copies no rows into expert order, and stores gate and up for adapters alone."""
+        width = shape.moe_intermediate_size
+        widths = shape.hidden_size + (3 * width if shape.expert_adapters else width)
         return num_rows * widths * shape.dtype.itemsize
 
     def __init__(
@@ -86,7 +85,7 @@ class TritonFourBit(FourBitGemm):
             return unfused_mlp(
                 expert_input,
                 adapters,
-                up=lambda _: plain(x, row_R, w13_e2ID, *bounds, bias=b13_e2I),
+                up=lambda: plain(x, row_R, w13_e2ID, *bounds, bias=b13_e2I),
                 activate=lambda h_R2I: activate_used(h_R2I, routing.ends_e, activation),
                 down=lambda h_RI: plain(h_RI, None, w2_eDI, *bounds, bias=b2_eD),
             )

@@ -20,28 +20,28 @@ def unfused_mlp(
     expert_input: ExpertInput,
     adapters: ExpertAdapters | None,
     *,
-    up: Step,
+    up: Callable[[], torch.Tensor],
     activate: Step,
     down: Step,
 ) -> torch.Tensor:
-    """Return y_RD = down(activate(up(x))), with the adapters' products added behind `up` and behind `down`.
+    """Return y_RD = down(activate(up())), with the adapters' products added behind `up` and behind `down`.
 
     adapters   None: no row has one
-    up         x_RD in expert order, in the model's dtype, to gate and up [R, 2I]
+    up         to gate and up [R, 2I] of the rows of `expert_input`
     activate   [R, 2I] to [R, I]
     down       [R, I] to [R, D]
-    All are in the dtype of x; unused rows are undefined before and after each step.
+    All are in expert order and in the model's dtype; unused rows are undefined before and after each step.
     """
-    x_RD = expert_input.permuted_rows()
-    h_R2I = up(x_RD)
+    h_R2I = up()
     if adapters is not None:
         rows = expert_input.adapter_rows()
-        adapters.up.add_to(h_R2I, x_RD, rows)
+        adapters.up.add_to(h_R2I, expert_input.wide_rows(), rows, gathered=True)
     h_RI = activate(h_R2I)
+    del h_R2I  # the output of `down` takes its memory
     wait_previous_ubatch()
     y_RD = down(h_RI)
     if adapters is not None:
-        adapters.down.add_to(y_RD, h_RI, rows)
+        adapters.down.add_to(y_RD, h_RI, rows, gathered=False)
     return y_RD
 
 

@@ -119,7 +119,7 @@ class TileShape:
 
 
 @triton.jit
-def _find_tile(row_tile, starts, ends, TILE_R: tl.constexpr):
+def find_tile(row_tile, starts, ends, TILE_R: tl.constexpr):
     """Return expert, first permuted row and end of the expert's rows, of the row_tile-th tile of all rows."""
     experts = tl.arange(0, starts.shape[0])
     row_tiles = (ends - starts + TILE_R - 1) // TILE_R
@@ -217,7 +217,7 @@ def grouped_gemm_kernel(
     num_tiles = tl.sum((ends - starts + TILE_R - 1) // TILE_R) * column_tiles
     # Merged loops load the first rows of the next tile early, which is impossible for rows read through an index.
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=not INDEXED):
-        expert, start, end = _find_tile(tile // column_tiles, starts, ends, TILE_R)
+        expert, start, end = find_tile(tile // column_tiles, starts, ends, TILE_R)
         column = tile % column_tiles * TILE_W
         permuted = start + tl.arange(0, TILE_R)
         x_at = x_ptr + tl.zeros((TILE_R, TILE_D), tl.int64)

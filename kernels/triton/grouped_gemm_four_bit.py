@@ -18,7 +18,7 @@ from kernels.four_bit import BLOCK, FourBitWeights
 from kernels.triton.four_bit import SHRUNK, expand, load_codes, load_scales, shrinks
 from kernels.triton.four_bit_tiles import FourBitTile
 from kernels.triton.gated_activation import activate
-from kernels.triton.grouped_gemm import _find_tile, _start
+from kernels.triton.grouped_gemm import _start, find_tile
 from kernels.triton.pdl import begin, dependent_launch
 from kernels.triton.split_depth import (
     MOST_TILES,
@@ -252,7 +252,7 @@ def grouped_gemm_four_bit_kernel(
     num_tiles = tl.sum((ends - starts + TILE_R - 1) // TILE_R) * column_tiles
     for share in tl.range(tl.program_id(0), num_tiles * parts, tl.num_programs(0)):
         tile, part = share // parts, share % parts
-        expert, start, end = _find_tile(tile // column_tiles, starts, ends, TILE_R)
+        expert, start, end = find_tile(tile // column_tiles, starts, ends, TILE_R)
         permuted = start + tl.arange(0, TILE_R)
         inside = permuted < end
         # The last tile of columns moves back to end with the width, where the width is no multiple of it.

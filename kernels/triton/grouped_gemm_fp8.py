@@ -20,7 +20,7 @@ from kernels.activation import Activation
 from kernels.block_fp8 import BlockWeights, Fp8Rows
 from kernels.triton.fp8 import GROUP, quantise
 from kernels.triton.gated_activation import activate
-from kernels.triton.grouped_gemm import _find_tile
+from kernels.triton.grouped_gemm import find_tile
 from kernels.triton.quantise_rows import empty_scales
 
 
@@ -225,7 +225,7 @@ def grouped_gemm_fp8_kernel(
     column_tiles = tl.cdiv(width, TILE_W)
     num_tiles = tl.sum((ends - starts + TILE_R - 1) // TILE_R) * column_tiles
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        expert, start, end = _find_tile(tile // column_tiles, starts, ends, TILE_R)
+        expert, start, end = find_tile(tile // column_tiles, starts, ends, TILE_R)
         column, permuted = tile % column_tiles * TILE_W, start + tl.arange(0, TILE_R)
         rows = _rows_of(permuted, end, row_ptr, INDEXED)
         x_at = x_ptr + rows[:, None] * x_stride + tl.arange(0, GROUP)[None, :]

@@ -2,10 +2,9 @@
 
 A program has some rows, one slot, and one part or all parts, and ends at once unless one of its rows has the slot: rows
 need no order, and slots that no row has cost next to nothing. So one captured launch serves every mix of adapters. Few
-rows share the depth of a product between programs, because reading A bounds them. Rows of routed experts are in expert
-order, and a program goes through the experts of its rows.
+rows share the depth of a product between programs, because reading A bounds them.
 
-T rows, K depth, S slots, e local experts, E experts with matrices, P parts, r rank, Q = P * r, Z pieces of the depth.
+T rows, K depth, S slots, P parts, r rank, Q = P * r, Z pieces of the depth.
 """
 
 import torch
@@ -22,14 +21,7 @@ MOST_AT_ONCE = (
 
 
 @triton.jit
-def experts_of(experts_ptr, rows, mine):
-    """Return the expert of each row that is `mine`, and the lowest and the highest of them."""
-    expert = tl.load(experts_ptr + rows, mask=mine, other=0)
-    return expert, tl.min(tl.where(mine, expert, 1 << 30), 0), tl.max(tl.where(mine, expert, 0), 0)
-
-
-@triton.jit
-def _shrink(
+def shrink(
     x_at,
     a_at,
     h_at,
@@ -54,22 +46,19 @@ def _shrink(
     tl.store(h_at, total, mask=here[:, None] & in_rank[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "slots_ptr", "experts_ptr", "places_ptr"])
+@triton.jit(do_not_specialize=["num_rows", "slots_ptr"])
 def lora_shrink_kernel(
     x_ptr,
     x_stride,
     a_ptr,
     a_stride,
     slots_ptr,
-    experts_ptr,
-    places_ptr,
     h_ptr,
     num_rows,
     depth,
     piece,
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -88,20 +77,7 @@ def lora_shrink_kernel(
         h_at = h_ptr + (split * num_rows + rows).to(tl.int64)[:, None] * width + part * RANK
         h_at += ranks[None, :]
         start, end = split * piece, min((split + 1) * piece, depth)
-        if EXPERTS:
-            expert, lowest, highest = experts_of(experts_ptr, rows, mine)
-            for number in range(lowest, highest + 1):
-                here = mine & (expert == number)
-                if tl.sum(here.to(tl.int32), 0) > 0:
-                    own_at = a_at + tl.load(places_ptr + number).to(tl.int64) * width * depth
-                    _shrink(
-                        *(x_at, own_at, h_at, here, in_rank, start, end, depth),
-                        BLOCK_M,
-                        BLOCK_R,
-                        BLOCK_K,
-                    )
-        else:
-            _shrink(x_at, a_at, h_at, mine, in_rank, start, end, depth, BLOCK_M, BLOCK_R, BLOCK_K)
+        shrink(x_at, a_at, h_at, mine, in_rank, start, end, depth, BLOCK_M, BLOCK_R, BLOCK_K)
 
 
 def lora_shrink(
@@ -109,20 +85,16 @@ def lora_shrink(
     a_SQK: torch.Tensor,
     slots_T: torch.Tensor,
     rank: int,
-    experts: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return float32 [Z, T, Q], pieces of a sum; rows without an adapter are undefined.
 
     x_TK       rows may be strided
-    a_SQK      of the dtype of x, contiguous but for the stride of slots; with experts [S, E, Q, K]
+    a_SQK      of the dtype of x, contiguous but for the stride of slots
     slots_T    int64, slots from 1 on, 0 for none
-    experts    int64 [T], rising: the local expert of each row; int32 [e]: index of each local expert in `a_SQK`. None:
-               there are no experts
     """
     num_rows, depth = x_TK.shape
-    num_slots, width = a_SQK.shape[0], a_SQK.shape[-2]
+    num_slots, width, _ = a_SQK.shape
     assert x_TK.stride(1) == 1 and a_SQK[0].is_contiguous() and x_TK.dtype == a_SQK.dtype
-    assert a_SQK.dim() == (3 if experts is None else 4), a_SQK.shape
     if width <= MOST_AT_ONCE:
         rank = width
     parts = width // rank
@@ -137,14 +109,12 @@ def lora_shrink(
             a_SQK,
             a_SQK.stride(0),
             slots_T,
-            *(experts or (slots_T, slots_T)),
             h_ZTQ,
             num_rows,
             depth,
             piece,
             RANK=rank,
             PARTS=parts,
-            EXPERTS=experts is not None,
             BLOCK_M=BLOCK_M,
             BLOCK_R=max(16, triton.next_power_of_2(rank)),
             BLOCK_K=BLOCK_K,

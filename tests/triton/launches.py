@@ -273,15 +273,16 @@ def _lora(at: Inputs) -> None:
 
 def _lora_of_experts(at: Inputs) -> None:
     """As `_lora`, of two experts."""
-    from kernels.triton.lora_expand import lora_expand
-    from kernels.triton.lora_shrink import lora_shrink
+    from kernels.triton.expert_lora_expand import expert_lora_expand
+    from kernels.triton.expert_lora_shrink import RoutedRows, expert_lora_shrink
 
     new: dict[str, Any] = {"dtype": torch.bfloat16, "device": at.device}
     a_SeQK, b_SeNr = torch.zeros(2, 2, 32, WIDTH, **new), torch.zeros(2, 2, 2 * WIDTH, 16, **new)
-    experts = at.slice(), torch.zeros(2, dtype=torch.int32, device=at.device)
-    h_ZRQ = lora_shrink(at.rows(WIDTH), a_SeQK, at.slice(), 16, experts)
+    none = torch.zeros(2, dtype=torch.int32, device=at.device)
+    rows = RoutedRows(at.slice(), at.rows(dtype=torch.int32), none, none, none)
+    h_ZRQ = expert_lora_shrink(at.rows(WIDTH), a_SeQK, rows, 16, gathered=True)
     tiles = torch.zeros(2, 3, dtype=torch.int32, device=at.device)
-    lora_expand(at.rows(2 * WIDTH), h_ZRQ, b_SeNr, at.slice(), tiles, experts)
+    expert_lora_expand(at.rows(2 * WIDTH), h_ZRQ, b_SeNr, rows, tiles)
 
 
 CASES: dict[str, Callable[[Inputs], None]] = {

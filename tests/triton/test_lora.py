@@ -6,6 +6,8 @@ import torch
 from kernels.lora.experts import ExpertLora, ExpertRows
 from kernels.lora.product import LoraWeights, tiles_of
 from kernels.lora.rows import AdapterRows
+from kernels.triton.expert_lora_expand import expert_lora_expand
+from kernels.triton.expert_lora_shrink import RoutedRows, expert_lora_shrink
 from kernels.triton.lora_expand import lora_expand
 from kernels.triton.lora_shrink import lora_shrink
 from tests.closeness import assert_near
@@ -53,46 +55,108 @@ def test_equals_torch(dtype: torch.dtype, mix: str, num_rows: int, rank: int, de
     assert torch.equal(found[:, 240:], out_TN[:, 240:])
 
 
+def routed_rows(num_rows: int, num_gathered: int) -> ExpertRows:
+    """Five experts whose rows begin at multiples of 4: none, `num_rows`, one, none, three; each of any gathered row.
+
+    Rows between experts and behind the last are unused, and name rows that are not there.
+    """
+    counts = torch.tensor([0, num_rows, 1, 0, 3])
+    padded = (counts + 3) // 4 * 4
+    starts_e = padded.cumsum(0) - padded
+    row_R = torch.full((int(padded.sum()) + 5,), 1 << 20)
+    source = torch.Generator().manual_seed(num_rows)
+    for start, count in zip(starts_e.tolist(), counts.tolist(), strict=True):
+        gathered = torch.randint(num_gathered, (count,), generator=source)
+        row_R[start : start + count] = gathered
+    slots_N = slots_of("in turn", num_gathered)
+    return ExpertRows(slots_N, row_R.int(), starts_e.int(), (starts_e + counts).int())
+
+
+def used(rows: ExpertRows) -> list[tuple[int, int]]:
+    """(permuted row, local expert) of all rows that an expert uses."""
+    bounds = zip(rows.starts_e.tolist(), rows.ends_e.tolist(), strict=True)
+    return [
+        (row, expert) for expert, (start, end) in enumerate(bounds) for row in range(start, end)
+    ]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *compiled_only(torch.bfloat16)])
-@pytest.mark.parametrize("num_rows", [1, 45])
-def test_of_experts_equals_torch(dtype: torch.dtype, num_rows: int) -> None:
-    """Experts with rows of several slots, with none, and with more rows than a program has; 5 of 7 are local."""
-    rank, depth, width = 6, 80, 150
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(("num_rows", "depth"), [(1, 80), (7, 1100), (90, 80)])
+def test_of_experts_equals_torch(
+    dtype: torch.dtype, gathered: bool, num_rows: int, depth: int
+) -> None:
+    """Few rows and many, of several slots in one program; a depth in pieces; five of seven experts are local."""
+    rank, width, num_gathered = 6, 150, 11
     blocks = ((0, 75, 0), (75, 150, 1))
     places_e = torch.tensor([4, 0, 6, 1, 5], dtype=torch.int32)
     a_SEQK = draw(SLOTS, 7, 2 * rank, depth, dtype=dtype)
     b_SENr = draw(SLOTS, 7, width, rank, dtype=dtype)
-    x_RK = draw(num_rows, depth, dtype=dtype) / depth**0.5
-    out_RN, slots_R = draw(num_rows, width, dtype=dtype), slots_of("in turn", num_rows)
-    bounds = torch.tensor([0, 0, num_rows - num_rows // 8, num_rows, num_rows])
-    rows = ExpertRows.in_order(slots_R, bounds)
+    rows = routed_rows(num_rows, num_gathered)
+    x = draw(num_gathered if gathered else len(rows.row_R), depth + 8, dtype=dtype)[:, :depth]
+    x = x / depth**0.5  # rows are strided
+    out_RN = draw(len(rows.row_R), width, dtype=dtype)
     expected = out_RN.clone().float()
-    lora = ExpertLora(a_SEQK.float(), b_SENr.float(), blocks, places_e)
-    lora.add_to(expected, x_RK.float(), rows)
-    for slot, expert, row in zip(
-        slots_R.tolist(), rows.expert_R.tolist(), range(num_rows), strict=True
-    ):
-        if slot:  # the reference itself, one row at a time
+    for row, expert in used(rows):
+        if slot := int(rows.slots_N[rows.row_R[row]]):
             at = slot - 1, int(places_e[expert])
-            h_Q = a_SEQK[at].float() @ x_RK[row].float()
+            h_Q = a_SEQK[at].float() @ x[int(rows.row_R[row]) if gathered else row].float()
             delta = [b_SENr[at][f:e].float() @ h_Q[p * rank :][:rank] for f, e, p in blocks]
-            torch.testing.assert_close(
-                expected[row], out_RN[row] + torch.cat(delta), atol=1e-4, rtol=1e-4
-            )
+            expected[row] += torch.cat(delta)
 
-    found, slots = out_RN.clone().to(DEVICE), slots_R.to(DEVICE)
-    of_rows = rows.expert_R.to(DEVICE), places_e.to(DEVICE)
+    found = out_RN.clone().to(DEVICE)
+    on_device = [it.to(DEVICE) for it in (rows.slots_N, rows.row_R, rows.starts_e, rows.ends_e)]
+    routed = RoutedRows(*on_device, places_e.to(DEVICE))
+    assert routed.few == (num_rows < 90)
     tiles = torch.tensor(tiles_of(blocks), dtype=torch.int32, device=DEVICE)
-    h_ZRQ = lora_shrink(x_RK.to(DEVICE), a_SEQK.to(DEVICE), slots, rank, of_rows)
-    lora_expand(found, h_ZRQ, b_SENr.to(DEVICE), slots, tiles, of_rows)
-    assert_near(found.cpu(), expected, TOLERANCES)
+    h_ZRQ = expert_lora_shrink(x.to(DEVICE), a_SEQK.to(DEVICE), routed, rank, gathered=gathered)
+    assert len(h_ZRQ) == (2 if depth == 1100 else 1)
+    expert_lora_expand(found, h_ZRQ, b_SENr.to(DEVICE), routed, tiles)
+
+    found = found.cpu()
+    assert_near(found, expected, TOLERANCES)
+    with_adapter = [row for row, _ in used(rows) if rows.slots_N[rows.row_R[row]]]
+    others = torch.ones(len(found), dtype=torch.bool)
+    others[with_adapter] = False
+    assert torch.equal(found[others], out_RN[others]), "rows without an adapter are not written"
 
 
-def test_rows_in_the_permuted_order_of_a_gpu() -> None:
-    """Experts begin at multiples of 4; rows between them and behind them are unused, and name any gathered row."""
-    row_R = torch.tensor([2, 0, 99, -7, 1, 3, 0, 55, -1], dtype=torch.int32)
-    starts, ends = torch.tensor([0, 4, 4, 8]), torch.tensor([2, 4, 7, 8])
-    slots_N = torch.tensor([5, 0, 7, 1], dtype=torch.int32)
-    rows = ExpertRows.on_device(slots_N, row_R, starts, ends)
-    assert rows.slots_R.tolist() == [7, 5, 0, 0, 0, 1, 5, 0, 0]
-    assert rows.expert_R[[0, 1, 4, 5, 6]].tolist() == [0, 0, 2, 2, 2]
+def test_of_experts_on_a_cpu() -> None:
+    """Rows in expert order, by torch's operators, one row at a time."""
+    rank, depth, num_rows = 6, 80, 45
+    blocks = ((0, 75, 0), (75, 150, 1))
+    places_e = torch.tensor([4, 0, 6, 1, 5], dtype=torch.int32)
+    a_SEQK, b_SENr = (
+        draw(SLOTS, 7, 12, depth, dtype=torch.float32),
+        draw(SLOTS, 7, 150, rank, dtype=torch.float32),
+    )
+    x_RK, out_RN = (
+        draw(num_rows, depth, dtype=torch.float32),
+        draw(num_rows, 150, dtype=torch.float32),
+    )
+    slots_R = slots_of("in turn", num_rows)
+    rows = ExpertRows.in_order(slots_R, torch.tensor([0, 0, 40, 45, 45], dtype=torch.int32))
+    found = out_RN.clone()
+    ExpertLora(a_SEQK, b_SENr, blocks, places_e).add_to(found, x_RK, rows, gathered=False)
+    expected = out_RN.clone()
+    for row, expert in used(rows):
+        if slot := int(slots_R[row]):
+            at = slot - 1, int(places_e[expert])
+            h_Q = a_SEQK[at] @ x_RK[row]
+            expected[row] += torch.cat(
+                [b_SENr[at][f:e] @ h_Q[p * rank :][:rank] for f, e, p in blocks]
+            )
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("num_rows", "experts"), [(8, 128), (512, 128), (512, 4), (1000, 3)])
+def test_programs_suffice_for_any_routing(num_rows: int, experts: int) -> None:
+    """Also if every expert has one row more than whole programs take."""
+    none = torch.zeros(experts, dtype=torch.int32)
+    routed = RoutedRows(torch.zeros(1), torch.zeros(num_rows), none, none, none)
+    taken, tiles = 0, 0
+    for _ in range(experts):
+        count = min(num_rows - taken, 1)
+        taken, tiles = taken + count, tiles + count
+    tiles += (num_rows - taken) // routed.block_rows
+    assert tiles <= routed.most_tiles <= num_rows

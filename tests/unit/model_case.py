@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.all2all.base import SlotColumn
 from kernels.all2all.local import LocalAllToAll
 from kernels.attention.base import Attention
 from kernels.attention.mla import MlaAttention
@@ -95,13 +94,9 @@ class OneRank:
         backend: type[Attention] | None = None,
         grouped_gemm: GroupedGemm | None = None,
         config: ModelConfig | None = None,
-        expert_adapters: bool = False,
         **options: Any,
     ):
-        """config: of a model with random weights; None: the checkpoint's own. backend: None: a reference.
-
-        expert_adapters: rows carry slots of adapters to the experts.
-        """
+        """config: of a model with random weights; None: the checkpoint's own. backend: None: a reference."""
         drawn = config is not None
         config = self.config = config or load_model_config(path)
         latent = any(spec.mla is not None for spec in config.attention_specs)
@@ -121,15 +116,12 @@ class OneRank:
                     alignment=grouped_gemm.row_alignment,
                     unaligned_rows=grouped_gemm.unaligned_rows,
                     dtype=torch.int64,
-                    adapters=expert_adapters,
                 )
             ),
             grouped_gemm,
             self.attention,
             self._linear_attention(max_seqs, dtype, torch.device(device)),
         )
-        if expert_adapters:
-            backends.all2all.slot_column = SlotColumn(512, device)
         expert_map = ContiguousMap(config.num_experts, 1)
         self.model = DecoderLM(
             config, backends, expert_map=expert_map, rank=0, device=device, dtype=dtype, **options

@@ -1,6 +1,7 @@
 """Folders of adapters: what is read, and what is refused with which message."""
 
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from tests.unit.model_case import SMALL, small_checkpoint
 from workers.adapters.layout import AdapterLayout
 from workers.adapters.peft_folder import PeftFolder
 from workers.adapters.pools import AdapterPools
-from workers.lora_config import AdapterError, LoraConfig
+from workers.adapters.store import AdapterStore
+from workers.lora_config import AdapterError, LoadedAdapter, LoraConfig
 from workers.models.registry import load_model_config
 
 Q, KV = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj"
@@ -143,11 +145,37 @@ def test_missing_targets_name_the_setting(tmp_path: Path) -> None:
         stage(tmp_path, folder, LoraConfig(max_loras=1, targets=["attention"]), **fields)
 
 
-def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_that_are_no_numbers_are_refused(
+    tmp_path: Path, value: str, dtype: torch.dtype
+) -> None:
     folder = make_adapter(tmp_path / "a", MODULES)
     file = folder / "adapter_model.safetensors"
-    tensors = load_file(file)
-    next(iter(tensors.values()))[0, 0] = float("nan")
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    stage(tmp_path, folder)
+    list(tensors.values())[1][-1, 1] = float(value)
     save_file(tensors, file)
     with pytest.raises(AdapterError, match="holds NaN or infinite values"):
         stage(tmp_path, folder)
+
+
+def test_adapters_of_the_start_are_read_side_by_side(tmp_path: Path) -> None:
+    """Each read waits until two run; what one of them cannot read is in `errors`."""
+    adapters = [LoadedAdapter(id=n, name=f"{n}", path=str(tmp_path / f"{n}")) for n in range(2)]
+    make_adapter(adapters[0].folder, MODULES)
+    make_adapter(adapters[1].folder, {"model.layers.0.mlp.gate": (8, 64)})
+    path = small_checkpoint(tmp_path / "model", weights=False)
+    layout = AdapterLayout.of(load_model_config(path), LoraConfig(max_loras=1))
+    both = Barrier(2, timeout=60)
+
+    class Pools(AdapterPools):
+        def stage(self, folder: PeftFolder) -> torch.Tensor:
+            both.wait()
+            return super().stage(folder)
+
+    store = AdapterStore(Pools(layout, 1, device=CPU, dtype=torch.float32))
+    store.agree(adapters, gather=None)
+    assert 0 in store and 1 not in store
+    assert list(store.errors) == [1] and store.errors[1].startswith("no place for")

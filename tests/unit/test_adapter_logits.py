@@ -73,7 +73,7 @@ def rank_with(
     checkpoint: Path, adapters: list[Path], lora: LoraConfig = LORA, **options: Any
 ) -> OneRank:
     """A model with these adapters in its slots, from 1 on."""
-    rank = OneRank(checkpoint, expert_adapters="experts" in lora.targets, **options)
+    rank = OneRank(checkpoint, **options)
     layout = AdapterLayout.of(rank.config, lora, range(rank.config.num_experts))
     pools = AdapterPools(layout, lora.max_loras, device=torch.device("cpu"), dtype=rank.model.dtype)
     pools.attach(rank.model)

@@ -72,6 +72,39 @@ def test_all_forms_of_all_sizes_are_counted(monkeypatch, num_ubatches):
     assert found == int(1.1 * (largest + others * WHOLE))
 
 
+class AdapterGraphs(FakeGraphs):
+    """Graphs with adapters need temporaries that the pool lacks until the first of them is captured."""
+
+    TEMPORARIES = 400
+
+    def capture(self, keys):
+        before = self.device.reserved
+        for key in keys:
+            if key.adapters and not any(done.adapters for done in self.captured):
+                self.device.reserved += self.TEMPORARIES
+            super().capture([key])
+        return self.device.reserved - before
+
+
+def test_temporaries_of_adapters_are_counted_once(monkeypatch):
+    device, made = SimpleNamespace(reserved=500), []
+    cuda = SimpleNamespace(empty_cache=lambda: None, memory_reserved=lambda: device.reserved)
+    monkeypatch.setattr(kv_sizing, "torch", SimpleNamespace(cuda=cuda))
+
+    def make_graphs(sizes):
+        made.append(AdapterGraphs(device))
+        return made[0]
+
+    runner = SimpleNamespace(make_graphs=make_graphs, ubatches=None)
+    sizes = GraphSizes((1, 2, 8), (16, 64), adapters=True)
+    found = kv_sizing.graph_bytes(runner, sizes)
+    captured = [(key.rows, key.adapters) for key in made[0].captured]
+    assert captured == [(64, True), (64, False), (16, True), (16, False)]
+    largest = BUFFERS + POOL + AdapterGraphs.TEMPORARIES + 4 * WHOLE
+    # Sixteen graphs, of which two keys of the largest size were captured first.
+    assert found == int(1.1 * (largest + 15 * WHOLE))
+
+
 @pytest.mark.parametrize("each", [0, -5])
 def test_graphs_within_the_memory_of_the_largest_add_nothing(monkeypatch, each):
     """A capture may also free more of torch's memory than it takes."""

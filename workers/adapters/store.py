@@ -7,6 +7,7 @@ sequence needs it. Knows nothing of requests.
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,9 @@ from workers.lora_config import AdapterError, LoadedAdapter
 logger = logging.getLogger(__name__)
 
 Gather = Callable[[Any], Sequence[Any]]
+
+# Adapters that are read side by side: digests, copies and pinned memory take long, and release Python's lock.
+READERS = 4
 
 
 class AdapterStore:
@@ -79,12 +83,9 @@ class AdapterStore:
         """
         for gone in self._wanted - {it.id for it in adapters}:
             self.drop(gone)
-        own: dict[str, tuple[str, str]] = {}
-        for adapter in adapters:
-            try:
-                own[str(adapter.id)] = self.begin(adapter)(), ""
-            except (AdapterError, hub.HubError) as error:
-                own[str(adapter.id)] = "", str(error)
+        with ThreadPoolExecutor(READERS, "adapters") as pool:
+            read = pool.map(self._try, adapters)
+            own = {str(it.id): found for it, found in zip(adapters, read, strict=True)}
         of_ranks = [own] if gather is None else gather(own)
         errors = {}
         for adapter in adapters:
@@ -97,6 +98,13 @@ class AdapterStore:
                 errors[adapter.id] = problem
                 self.drop(adapter.id)
         self.errors = errors
+
+    def _try(self, adapter: LoadedAdapter) -> tuple[str, str]:
+        """Read an adapter into host memory; return the digest of its files, or why it cannot be used."""
+        try:
+            return self.begin(adapter)(), ""
+        except (AdapterError, hub.HubError) as error:
+            return "", str(error)
 
     def write(self, slot: int, adapter: int) -> None:
         """Copy an adapter into a slot, behind the work of the current stream.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from kernels.all2all.base import ExpertInput
 from kernels.backends.select import Backends
 from kernels.backends.side_stream import SideWork
 from kernels.lora.experts import ExpertAdapters
@@ -199,14 +200,17 @@ class MoeBlock:
         beside = self.shared is not None and self.all2all.no_overlap_reason is not None
         side = SideWork(self._device, len(h_TD), allowed=beside)
         slots_TK, topk_weights_TK = self._route(h_TD, batch)
+        slots_T = None if self.lora is None else batch.adapter_slots
         if (column := self.all2all.slot_column) is not None:
-            slots_T = None if self.lora is None else batch.adapter_slots
             slots_TK, topk_weights_TK = column.beside(slots_TK, topk_weights_TK, slots_T)
         pending = self.all2all.dispatch(h_TD, slots_TK, topk_weights_TK)
         if self.shared is not None:
             inputs = residual_TD, rows_TD, h_TD, gate, batch.adapters
             residual_TD = side.run(self.shared.add_to, *inputs)
         expert_input = pending.wait()
+        if slots_T is not None and not self.all2all.moves_rows:
+            assert isinstance(expert_input, ExpertInput), "masked rows carry no adapters"
+            expert_input = expert_input.with_slots(slots_T)
         if self.expert_load.counting:
             self.expert_load.add(self._layer, expert_input.offs_e)
         adapters = None if batch.adapters is None else self.lora

@@ -74,9 +74,9 @@ def own_bytes(
 def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
     """Return the bytes that torch reserves for graphs of these sizes. Collective; ends the use of the runner.
 
-    All graphs share a memory pool, which the largest graph of whole steps and of ubatches fills. Each further graph
-    takes the bytes of a graph of the next size; a step of n ubatches has n graphs. Those of a draft model have a layer
-    for each of its passes.
+    All graphs share a memory pool, which the largest graphs of whole steps and of ubatches fill: the one with adapters
+    too, because its products have temporaries of their own. Each further graph takes the bytes of a graph of the next
+    size; a step of n ubatches has n graphs. Those of a draft model have a layer for each of its passes.
 
     Only torch's allocator of this process is read. CUDA's own memory for the executable of a graph is not counted,
     because only the device's free memory shows it, and other processes change that too. It has to fit into the part of
@@ -87,18 +87,21 @@ def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     graphs = runner.make_graphs(sizes)
-    keys = sorted(sizes.whole_steps(), key=lambda key: (key.rows, key.mode), reverse=True)
-    graphs.capture(keys[:1])
+    keys = sorted(sizes.whole_steps(), key=lambda key: (key.rows, key), reverse=True)
+    # a size has its graph with adapters next to its graph without them
+    of_size = 2 if sizes.adapters else 1
+    graphs.capture(keys[:of_size])
     count = graphs.count(keys)
     if runner.ubatches is not None:
         cut = [key._replace(ubatch=True) for key in keys]
-        graphs.capture(cut[:1])
+        graphs.capture(cut[:of_size])
         count += runner.ubatches.num_ubatches * graphs.count(cut)
     if sizes.draft:
         layers = graphs.count(keys) + sum(key.drafts for key in sizes.further_passes())
         count += -(-layers // runner.model.config.num_layers)
     largest = torch.cuda.memory_reserved() - before
-    each = graphs.capture(keys[1:2]) / max(1, graphs.count(keys[1:2]))
+    further = keys[of_size : 2 * of_size]
+    each = graphs.capture(further) / max(1, graphs.count(further))
     graphs.close()
     return int(_MARGIN * (largest + max(0, each) * (count - 1)))
 

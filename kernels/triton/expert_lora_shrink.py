@@ -1,0 +1,181 @@
+"""Triton kernel for the first product of LoRA adapters of routed experts: h = A[slot, expert] x of each row.
+
+A program has some rows of one expert, one part or all parts, and one piece of the depth. It goes through the slots that
+its rows have, so that neither slots nor experts without rows cost a program. One captured launch serves every routing
+and every mix of adapters.
+
+N gathered rows, R permuted rows, K depth, S slots, e local experts, E experts with matrices, P parts, r rank,
+Q = P * r, Z pieces of the depth.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.grouped_gemm import find_tile
+from kernels.triton.lora_shrink import BLOCK_K, MAX_SPLITS, MOST_AT_ONCE, SPLIT_DEPTH, shrink
+
+FEW_ROWS = (
+    16  # of an expert on average: up to so many a program has as many, and the depth is split
+)
+BLOCK_M = 32  # rows of a program with more
+NO_SLOT = tl.constexpr(1 << 30)
+
+
+class RoutedRows(NamedTuple):
+    """Where the permuted rows are, and where their adapters.
+
+    slots_N    int64 or int32: slot of each gathered row, from 1 on, 0 for none; contiguous
+    row_R      int32 or int64: gathered row of each permuted row; undefined for unused ones
+    starts_e   int32 or int64: first permuted row of each expert
+    ends_e     as starts_e: end of each expert's rows
+    places_e   int32: index of each local expert among those with matrices
+    """
+
+    slots_N: torch.Tensor
+    row_R: torch.Tensor
+    starts_e: torch.Tensor
+    ends_e: torch.Tensor
+    places_e: torch.Tensor
+
+    @property
+    def few(self) -> bool:
+        """Whether experts have few rows on average."""
+        return len(self.row_R) <= FEW_ROWS * len(self.places_e)
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a program."""
+        return FEW_ROWS if self.few else BLOCK_M
+
+    @property
+    def most_tiles(self) -> int:
+        """The largest number of tiles of an expert's rows, for any routing."""
+        num_rows, rows = len(self.row_R), self.block_rows
+        return (num_rows + min(num_rows, len(self.places_e)) * (rows - 1)) // rows
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The constants that both kernels are compiled for."""
+        num_experts = len(self.places_e)
+        return {
+            "EXPERTS": num_experts,
+            "EXPERTS_2": triton.next_power_of_2(num_experts),
+            "BLOCK_M": self.block_rows,
+        }
+
+
+@triton.jit
+def rows_of_tile(
+    slots_ptr,
+    row_ptr,
+    starts_ptr,
+    ends_ptr,
+    row_tile,
+    EXPERTS: tl.constexpr,
+    EXPERTS_2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Return the expert of a tile, its permuted and its gathered rows, and their slots, 0 behind the expert's end.
+
+    The expert is undefined where no row has a slot.
+    """
+    experts = tl.arange(0, EXPERTS_2)
+    starts = tl.load(starts_ptr + experts, mask=experts < EXPERTS, other=0)
+    ends = tl.load(ends_ptr + experts, mask=experts < EXPERTS, other=0)
+    expert, start, end = find_tile(row_tile, starts, ends, BLOCK_M)
+    permuted = start + tl.arange(0, BLOCK_M)
+    gathered = tl.load(row_ptr + permuted, mask=permuted < end, other=0).to(tl.int64)
+    slots = tl.load(slots_ptr + gathered, mask=permuted < end, other=0).to(tl.int32)
+    return expert, permuted.to(tl.int64), gathered, slots
+
+
+@triton.jit
+def bounds_of(slots):
+    """Return the lowest slot of any row and the highest; the lowest is above the highest where no row has one."""
+    return tl.min(tl.where(slots > 0, slots, NO_SLOT), 0), tl.max(slots, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "slots_ptr"])
+def expert_lora_shrink_kernel(
+    x_ptr,
+    x_stride,
+    a_ptr,
+    a_stride,
+    slots_ptr,
+    row_ptr,
+    starts_ptr,
+    ends_ptr,
+    places_ptr,
+    h_ptr,
+    num_rows,
+    depth,
+    piece,
+    GATHERED: tl.constexpr,
+    RANK: tl.constexpr,
+    PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERTS_2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Multiply the rows of one tile by one part of the A of their slots, over one piece of the depth."""
+    expert, permuted, gathered, slots = rows_of_tile(
+        *(slots_ptr, row_ptr, starts_ptr, ends_ptr, tl.program_id(0)), EXPERTS, EXPERTS_2, BLOCK_M
+    )
+    lowest, highest = bounds_of(slots)
+    if highest > 0:
+        part, split = tl.program_id(1) % PARTS, tl.program_id(1) // PARTS
+        ranks = tl.arange(0, BLOCK_R)
+        in_rank = ranks < RANK
+        width = PARTS * RANK
+        rows = gathered if GATHERED else permuted
+        x_at = x_ptr + rows[:, None] * x_stride
+        place = tl.load(places_ptr + expert).to(tl.int64)
+        a_at = a_ptr + (place * width + part * RANK + ranks)[None, :] * depth
+        h_at = h_ptr + (split.to(tl.int64) * num_rows + permuted)[:, None] * width + part * RANK
+        h_at += ranks[None, :]
+        start, end = split * piece, min((split + 1) * piece, depth)
+        for slot in range(lowest, highest + 1):
+            here = slots == slot
+            if tl.sum(here.to(tl.int32), 0) > 0:
+                own_at = a_at + tl.cast(slot - 1, tl.int64) * a_stride
+                shrink(
+                    x_at, own_at, h_at, here, in_rank, start, end, depth, BLOCK_M, BLOCK_R, BLOCK_K
+                )
+
+
+def expert_lora_shrink(
+    x: torch.Tensor, a_SEQK: torch.Tensor, rows: RoutedRows, rank: int, *, gathered: bool
+) -> torch.Tensor:
+    """Return float32 [Z, R, Q], pieces of a sum; rows without an adapter are undefined.
+
+    x          [N, K] where `gathered`, else [R, K]; rows may be strided
+    a_SEQK     of the dtype of x, contiguous but for the stride of slots
+    """
+    num_rows, depth, width = len(rows.row_R), x.shape[1], a_SEQK.shape[2]
+    assert x.stride(1) == 1 and a_SEQK[0].is_contiguous() and x.dtype == a_SEQK.dtype
+    assert len(x) == (len(rows.slots_N) if gathered else num_rows), x.shape
+    assert rows.slots_N.is_contiguous() and rows.row_R.is_contiguous()
+    if width <= MOST_AT_ONCE:
+        rank = width
+    parts = width // rank
+    splits = min(MAX_SPLITS, max(1, depth // SPLIT_DEPTH)) if rows.few else 1
+    piece = triton.cdiv(triton.cdiv(depth, splits), BLOCK_K) * BLOCK_K
+    h_ZRQ = torch.empty(splits, num_rows, width, dtype=torch.float32, device=x.device)
+    if num_rows:
+        expert_lora_shrink_kernel[rows.most_tiles, parts * splits](
+            *(x, x.stride(0), a_SEQK, a_SEQK.stride(0)),
+            *(rows.slots_N, rows.row_R, rows.starts_e, rows.ends_e, rows.places_e),
+            *(h_ZRQ, num_rows, depth, piece),
+            GATHERED=gathered,
+            RANK=rank,
+            PARTS=parts,
+            BLOCK_R=max(16, triton.next_power_of_2(rank)),
+            BLOCK_K=BLOCK_K,
+            **rows.constants,
+        )
+    return h_ZRQ
