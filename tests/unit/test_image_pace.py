@@ -41,3 +41,10 @@ def test_the_pace_bounds_blocks_beside_a_step(monkeypatch: pytest.MonkeyPatch) -
     pace.free()
     thread.join(WAIT_S)
     assert not thread.is_alive() and len(taken) == 6
+
+
+def test_the_pace_notes_that_work_has_begun() -> None:
+    pace = Pace()
+    assert not pace.took()
+    pace.take(1.0)
+    assert pace.took() and not pace.took()
