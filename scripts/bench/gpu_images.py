@@ -122,11 +122,11 @@ def measure(
 
 def flops(spec: VisionSpec, num_patches: int, num_images: int) -> float:
     """Return the FLOPs of products and attention of `num_images` images of `num_patches` patches each."""
-    dim, width, joined = spec.hidden_size, spec.intermediate_size, spec.hidden_size * spec.merged
-    block = 2 * (4 * dim**2 + 2 * dim * width) + 4 * num_patches * dim
+    joined = spec.hidden_size * spec.merged
     merger = 2 * (joined**2 + joined * spec.output_size) / spec.merged
-    patch = 2 * spec.patch_dim * dim
-    return num_images * num_patches * (spec.depth * block + merger + patch)
+    patch = 2 * spec.patch_dim * spec.hidden_size
+    blocks = spec.depth * spec.patch_flops(num_patches)
+    return num_images * num_patches * (blocks + merger + patch)
 
 
 def tower_alone(tower: VisionTower, images: ImageMaker, rate: float, turns: int) -> Found:

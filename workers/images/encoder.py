@@ -133,14 +133,14 @@ class ImageEncoder:
         pixels_NP = torch.from_numpy(pixels.reshape(-1, self.spec.patch_dim))
         sizes = [image.num_tokens for image in images]
         grids = [image.grid_thw for image in images]
-        outputs_TXD = self._tower.forward(pixels_NP.to(self.device), grids, self._pause(sum(sizes)))
+        outputs_TXD = self._tower.forward(pixels_NP.to(self.device), grids, self._pause(images))
         if len(images) == 1:
             return [outputs_TXD]
         return [part.clone() for part in torch.split(outputs_TXD, sizes)]
 
-    def _pause(self, num_tokens: int) -> Callable[[], None]:
-        """Return what waits before each block of a call of this size."""
-        share = num_tokens / self.spec.depth
+    def _pause(self, images: Sequence[ImageInput]) -> Callable[[], None]:
+        """Return what waits before each block of a call with these images."""
+        share = sum(map(self._cost, images)) / self.spec.depth
         launched: deque[torch.cuda.Event] = deque()
 
         def pause() -> None:
@@ -169,7 +169,16 @@ class ImageEncoder:
         mark()
         # The median: kernels may load in the first block, and the last one has the outputs behind it.
         block_s = statistics.median(after - before for before, after in pairwise(times))
-        self.token_s = block_s * self.spec.depth / image.num_tokens
+        self.token_s = block_s * self.spec.depth / self._cost(image)
+
+    def _cost(self, image: ImageInput) -> float:
+        """Return the tokens of an image as large as a batch that take the tower as long as this image.
+
+        A larger image has more attention a token, and a smaller one does not fill a GPU.
+        """
+        spec, (_, height, width) = self.spec, image.grid_thw
+        usual = spec.patch_flops(self.limits.batch * spec.merged)
+        return image.num_tokens * max(1.0, spec.patch_flops(height * width) / usual)
 
     def wait(self) -> None:
         """Wait until no order can go on."""

@@ -19,9 +19,12 @@ class Pace:
         self._took = False
 
     def stepped(self, num_tokens: float) -> None:
-        """Let the tower compute all blocks of `num_tokens` tokens beside the step that was launched now."""
+        """Let the tower compute all blocks of `num_tokens` tokens beside the step that was launched now.
+
+        What its last piece took beyond the limit of an earlier step is taken off.
+        """
         with self._changed:
-            self._left = num_tokens
+            self._left = num_tokens + min(0.0, self._left or 0.0)
             self._changed.notify_all()
 
     def free(self) -> None:
