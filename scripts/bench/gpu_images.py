@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of the text part; by default all")
     parser.add_argument("--set", action="append", default=[], help="setting for Phalanx")
     parser.add_argument("--side", type=int, help="pixels a side of an image; by default 1024")
-    parser.add_argument("--seconds", type=float, help="of each row of streams; by default 15")
+    parser.add_argument("--seconds", type=float, help="of each row of streams; by default 12")
     parser.add_argument("--target-ms", type=float, default=18.0, help="scheduler.target_itl_ms")
     add_options(parser, "gpu-images")
     options = parser.parse_args()
@@ -104,7 +104,7 @@ def measure(
 ) -> None:
     """Measure all parts; each is printed, and saved in the report."""
     rate = Hardware.of(report["hardware"]["gpus"]).flops
-    small, seconds = options.small, options.seconds or (2.0 if options.small else 15.0)
+    small, seconds = options.small, options.seconds or (2.0 if options.small else 12.0)
     text, output = (16, 8) if small else (256, 128)
     in_flight, streams = (4, 4) if small else (32, 64)
     turns, count = (1, 3) if small else (4, 20)
