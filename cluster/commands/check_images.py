@@ -5,6 +5,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.ingress.image_settings import image_settings
 from workers.config import RankConfig
 from workers.images.limits import ImageLimits
+from workers.images.step_share import DECODE_SHARE, FIRST_TOKENS
 from workers.specs.model import ModelConfig
 
 
@@ -22,9 +23,12 @@ def images_line(config: PhalanxConfig, rank_config: RankConfig, model: ModelConf
         origins.append(f"http(s) URLs of {', '.join(found.allowed_domains)}")
     if found.allowed_folder is not None:
         origins.append(f"files below {found.allowed_folder}")
+    beside = f"{DECODE_SHARE} of a step's time beside it, or {FIRST_TOKENS} tokens on a CPU"
+    if limits.per_step is not None:
+        beside = f"{limits.per_step:,} tokens beside a step"
     return (
         f"up to {found.max_images} a request, each of at most {most} tokens ({unit} pixels a token); "
-        f"from {', '.join(origins)}; {limits.per_step:,} tokens beside a step, embeddings of {limits.cache:,} are kept"
+        f"from {', '.join(origins)}; {beside}, embeddings of {limits.cache:,} are kept"
     )
 
 

@@ -2,9 +2,10 @@
 
     python -m scripts.bench.gpu_images --out docs/results/gpu-images
 
-Writes OUT.json: the tower alone as a share of the GPU's rate; requests with one image each against the tower alone and
-text alone; gaps between tokens of text beside images; the first token of an image that the rank has seen before. On a
-CPU with a small model it is a dry run of itself:
+Writes OUT.json and OUT.md: the tower alone as a share of the GPU's rate; requests with one image each against the tower
+alone and text alone; the first token of an image that the rank has seen before; gaps between tokens of text beside
+images and beside prompts of text as long as theirs, each without and with limits of prompts beside decodes. On a CPU
+with a small model it is a dry run of itself:
 
     python -m scripts.bench.gpu_images --small --set cluster.device=cpu --out /tmp/images
 """
@@ -14,17 +15,17 @@ import json
 import random
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from scripts.bench.image_engine import Client, ImageMaker, start
+from scripts.bench.image_report import page
 from scripts.bench.inputs import rank_config
 from scripts.bench.released_shapes import QWEN3_6_VISION, model_folder, with_tower
-from scripts.bench.results import Found, add_options, origin, save
+from scripts.bench.results import Found, add_options, load, origin, save, write
 from scripts.bench.roofline import Hardware
 from scripts.make_checkpoint import make_checkpoint
 from workers.models.vision.tower import VisionTower
@@ -38,6 +39,10 @@ SMALL_TOWER = QWEN3_6_VISION | {
     "num_position_embeddings": 16,
 }
 BATCH = 8
+PER_SECOND = 2.0
+"""Requests beside streams."""
+FIXED_LIMIT = 256
+"""Prompt tokens beside decodes, where the limit is a number."""
 
 
 def main() -> None:
@@ -49,9 +54,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of the text part; by default all")
     parser.add_argument("--set", action="append", default=[], help="setting for Phalanx")
     parser.add_argument("--side", type=int, help="pixels a side of an image; by default 1024")
-    parser.add_argument("--seconds", type=float, help="of the streams; by default 30")
-    add_options(parser, "gpu-images", drawn=False)
+    parser.add_argument("--seconds", type=float, help="of each row of streams; by default 12")
+    parser.add_argument("--target-ms", type=float, default=18.0, help="scheduler.target_itl_ms")
+    add_options(parser, "gpu-images")
     options = parser.parse_args()
+    if not options.redraw:
+        run(options)
+    write(options.out, load(options.out), page)
+    print(options.out.with_suffix(".md").read_text())
+
+
+def run(options: argparse.Namespace) -> None:
+    """Start the engine and measure."""
     side = options.side or (64 if options.small else 1024)
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
         model = write_model(Path(folder), options)
@@ -62,7 +76,9 @@ def main() -> None:
         config = rank_config(yaml, settings)
         num_gpus = int(config.device == "cuda")
         report = origin(num_gpus, options.commit)
-        report["load"] = {"side": side, "layers": options.layers, "settings": options.set}
+        shapes = "A small model" if options.small else "Qwen3.6-35B-A3B's shapes in FP8"
+        report["load"] = {"model": shapes, "side": side, "layers": options.layers}
+        report["load"]["settings"] = options.set
         with start(config) as (epoch, client):
             tower = epoch.model.vision
             assert tower is not None, "the model has a vision tower"
@@ -88,15 +104,15 @@ def measure(
 ) -> None:
     """Measure all parts; each is printed, and saved in the report."""
     rate = Hardware.of(report["hardware"]["gpus"]).flops
-    small, seconds = options.small, options.seconds or (2.0 if options.small else 30.0)
+    small, seconds = options.small, options.seconds or (2.0 if options.small else 12.0)
     text, output = (16, 8) if small else (256, 128)
     in_flight, streams = (4, 4) if small else (32, 64)
     turns, count = (1, 3) if small else (4, 20)
     parts: dict[str, Callable[[], Found]] = {
         "tower": lambda: tower_alone(tower, images, rate, turns=1 if small else 10),
         "one_image_each": lambda: one_image_each(client, images, in_flight, text, output, turns),
-        "streams": lambda: text_streams(client, images, streams, text, seconds, per_second=2.0),
         "same_image": lambda: same_image(client, images, text, count),
+        "streams": lambda: text_streams(client, images, streams, text, seconds, options.target_ms),
     }
     for name, part in parts.items():
         report[name] = part()
@@ -106,11 +122,11 @@ def measure(
 
 def flops(spec: VisionSpec, num_patches: int, num_images: int) -> float:
     """Return the FLOPs of products and attention of `num_images` images of `num_patches` patches each."""
-    dim, width, joined = spec.hidden_size, spec.intermediate_size, spec.hidden_size * spec.merged
-    block = 2 * (4 * dim**2 + 2 * dim * width) + 4 * num_patches * dim
+    joined = spec.hidden_size * spec.merged
     merger = 2 * (joined**2 + joined * spec.output_size) / spec.merged
-    patch = 2 * spec.patch_dim * dim
-    return num_images * num_patches * (spec.depth * block + merger + patch)
+    patch = 2 * spec.patch_dim * spec.hidden_size
+    blocks = spec.depth * spec.patch_flops(num_patches)
+    return num_images * num_patches * (blocks + merger + patch)
 
 
 def tower_alone(tower: VisionTower, images: ImageMaker, rate: float, turns: int) -> Found:
@@ -175,34 +191,41 @@ def one_image_each(
 
 
 def text_streams(
-    client: Client,
-    images: ImageMaker,
-    streams: int,
-    text: int,
-    seconds: float,
-    per_second: float,
+    client: Client, images: ImageMaker, streams: int, text: int, seconds: float, target_ms: float
 ) -> Found:
-    """Gaps between the tokens of text streams, without images and beside some."""
-    quiet = client.gaps(streams, text, seconds)
-    ended = threading.Event()
-
-    def send() -> None:
-        while not ended.wait(1 / per_second):
-            client.submit(text, 1, images.new())
-
-    sender = threading.Thread(target=send, daemon=True)
-    sender.start()
-    busy = client.gaps(streams, text, seconds)
-    ended.set()
-    sender.join()
-    p99 = {name: percentile(gaps, 0.99) for name, gaps in (("quiet", quiet), ("busy", busy))}
-    return {
-        "streams": streams,
-        "images_per_s": per_second,
-        "p50_ms": {"quiet": percentile(quiet, 0.5), "busy": percentile(busy, 0.5)},
-        "p99_ms": p99,
-        "p99_of_quiet": round(p99["busy"] / p99["quiet"], 4),
+    """Gaps between the tokens of text streams: alone, and beside requests under each limit of prompts."""
+    limits: dict[str, dict[str, float]] = {
+        "as configured": {},
+        f"target_itl_ms {target_ms:g}": {"target_itl_ms": target_ms},
+        f"at most {FIXED_LIMIT} tokens": {"max_prefill_tokens_with_decodes": FIXED_LIMIT},
     }
+    length = text + images.num_tokens
+    requests: dict[str, Callable[[], str]] = {
+        "text": lambda: client.submit(length, 1),
+        "images": lambda: client.submit(text, 1, images.new()),
+    }
+    quiet = row("-", "nothing", client.gaps(streams, text, seconds))
+    rows = [quiet]
+    for limit, settings in limits.items():
+        client.limit(**settings)
+        for beside, send in requests.items():
+            gaps, first_tokens = client.beside(
+                send, PER_SECOND, lambda: client.gaps(streams, text, seconds)
+            )
+            rows.append(row(limit, beside, gaps, first_tokens))
+    for it in rows:
+        it["p99_of_quiet"] = round(it["p99_ms"] / quiet["p99_ms"], 4)
+    return {"streams": streams, "per_second": PER_SECOND, "prompt_tokens": length, "rows": rows}
+
+
+def row(limit: str, beside: str, gaps: list[float], first_tokens: Sequence[float] = ()) -> Found:
+    """Return the percentiles of gaps, and the median first token of the requests beside them."""
+    shares = {"p50_ms": 0.5, "p97_ms": 0.97, "p99_ms": 0.99, "max_ms": 1.0}
+    found: Found = {"limit": limit, "beside": beside}
+    found |= {name: percentile(gaps, share) for name, share in shares.items()}
+    if first_tokens:
+        found["first_token_ms"] = percentile(list(first_tokens), 0.5)
+    return found
 
 
 def percentile(seconds: list[float], share: float) -> float:
@@ -213,13 +236,14 @@ def percentile(seconds: list[float], share: float) -> float:
 def same_image(client: Client, images: ImageMaker, text: int, count: int) -> Found:
     """First tokens, one request at a time: of an image seen before behind other text, and of text of equal length."""
     image = images.new()
-    client.first_token(text, image)
+    client.first_token(client.submit(text, 1, image))
     order = ["image", "text"] * count
     random.Random(0).shuffle(order)
     found: dict[str, list[float]] = {"image": [], "text": []}
     for kind in order:
         length = text + (images.num_tokens if kind == "text" else 0)
-        found[kind].append(client.first_token(length, image if kind == "image" else None))
+        name = client.submit(length, 1, image if kind == "image" else None)
+        found[kind].append(client.first_token(name))
     medians = {kind: statistics.median(times) for kind, times in found.items()}
     return {
         "ms": {kind: [round(1e3 * it, 3) for it in times] for kind, times in found.items()},

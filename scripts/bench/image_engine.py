@@ -1,4 +1,7 @@
-"""One rank's engine in this process, with the loads of `scripts.bench.gpu_images`. No Ray, no HTTP."""
+"""One rank's engine in this process, with the loads of `scripts.bench.gpu_images`. No Ray, no HTTP.
+
+The loads run on threads of the engine's process, so nothing here may hold the interpreter lock for long while they run.
+"""
 
 import queue
 import random
@@ -14,6 +17,7 @@ from scripts.bench.timeline_ranks import start_epoch
 from workers.config import RankConfig
 from workers.rank.epoch import Epoch
 from workers.rank.rank_info import Rendezvous
+from workers.scheduler.prefill_cap import PrefillCap
 from workers.specs.vision import Grid, VisionSpec
 from workers.wire.request import EngineRequest, ImageInput, RequestOutput, SamplingParams
 
@@ -22,22 +26,23 @@ TIMEOUT_S = 600
 
 
 class ImageMaker:
-    """Images of random pixels, of `side` x `side` pixels."""
+    """Images of `side` x `side` random pixels. Only their digests differ, by which the encoder knows images."""
 
     def __init__(self, spec: VisionSpec, side: int):
         patches = side // spec.patch_size
         self.grid: Grid = (1, patches, patches)
         self.num_tokens = spec.num_tokens(self.grid)
-        self._size = patches**2 * spec.patch_dim
+        # Made once: this holds the interpreter lock for 15 ms where an image has 1,024 x 1,024 pixels.
+        self._pixels = random.randbytes(patches**2 * spec.patch_dim)
 
     def new(self) -> ImageInput:
-        """Return an image that no other one equals."""
+        """Return an image that the encoder has not computed."""
         return ImageInput(
             offset=0,
             num_tokens=self.num_tokens,
             grid_thw=self.grid,
             digest=secrets.token_bytes(32),
-            pixels=random.randbytes(self._size),
+            pixels=self._pixels,
         )
 
 
@@ -129,6 +134,13 @@ class Client:
             order.close()
         return time.perf_counter() - started
 
+    def limit(self, **limits: object) -> None:
+        """Set settings of the scheduler that limit prompts beside decodes, for all later steps."""
+        config = self._epoch.process.config
+        scheduler = config.scheduler.model_copy(update=limits)
+        cap = PrefillCap.of(scheduler, config.cache.block_size)
+        self._epoch.engine._prefill_cap = cap
+
     def gaps(self, streams: int, text: int, seconds: float) -> list[float]:
         """Return the gaps between tokens of `streams` streams of text, after all have begun."""
         most = self._epoch.process.max_model_len - text
@@ -146,11 +158,27 @@ class Client:
             found += [after - before for before, after in pairwise(times)]
         return found
 
-    def first_token(self, text: int, image: ImageInput | None = None) -> float:
-        """Return the seconds until the first token of a request alone."""
-        name = self.submit(text, 1, image)
-        answer = self._answers[name]
-        assert answer.ended.wait(TIMEOUT_S)
+    def beside(
+        self, send: Callable[[], str], per_second: float, run: Callable[[], list[float]]
+    ) -> tuple[list[float], list[float]]:
+        """Return what `run` returns, and the first tokens of the requests of `send` meanwhile."""
+        ended, names = threading.Event(), list[str]()
+
+        def keep_sending() -> None:
+            while not ended.wait(1 / per_second):
+                names.append(send())
+
+        sender = threading.Thread(target=keep_sending, daemon=True)
+        sender.start()
+        found = run()
+        ended.set()
+        sender.join()
+        return found, [self.first_token(name) for name in names]
+
+    def first_token(self, name: str) -> float:
+        """Return the seconds until the first token of a request for one token."""
+        assert self._answers[name].ended.wait(TIMEOUT_S)
+        answer = self._answers.pop(name)
         return answer.times[0] - answer.sent
 
     def _drain(self) -> None:

@@ -31,6 +31,7 @@ from kernels.attention.sdpa import SdpaAttention
 from tests.claims import ROOT, row
 from tests.published_configs import PUBLISHED
 from workers.engine import datagram_vote
+from workers.images import step_share
 from workers.kv_cache import transfers
 from workers.kv_transfer import keeper, kv_pull, row_copies
 from workers.models.registry import parse_model_config
@@ -154,6 +155,8 @@ def models() -> Iterator[str]:
     slot = model.linear_specs[0].slot_bytes(DTYPE_BYTES["bfloat16"])
     yield f"({slot / 1e6:.1f} MB in Qwen3.6-35B-A3B, half"
     yield f"each of up to {reader.MAX_THREADS} threads holds {reader.PIECE >> 20} MiB"
+    yield f"{step_share.DECODE_SHARE} of the time that a step takes that only decodes"
+    yield f"and {step_share.PROMPT_SHARE} of the time that prompts add"
 
 
 def offline() -> Iterator[str]:

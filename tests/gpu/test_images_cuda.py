@@ -19,7 +19,7 @@ from workers.images.encoder import ImageEncoder
 from workers.images.limits import ImageLimits
 from workers.models.registry import load_model_config
 from workers.models.vision.tower import VisionTower
-from workers.rank.rank_images import run_largest
+from workers.rank.rank_images import measure_time, run_largest
 from workers.specs.vision import Grid, VisionSpec
 from workers.wire.request import EngineRequest
 
@@ -83,7 +83,10 @@ def test_the_encoder_computes_beside_another_stream(folder: Path) -> None:
             (alone,) = encoder.compute([image])
             assert calc_diff(order.of(image), alone) < BFLOAT16
         order.close()
+        encoder.pace.free()
         assert run_largest(encoder) > encoder.limits.cache_bytes(tower.spec, 2)
+        measure_time(encoder)
+        assert encoder.token_s is not None and 0 < encoder.token_s < 1
     finally:
         encoder.close()
 

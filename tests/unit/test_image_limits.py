@@ -13,7 +13,7 @@ from tests.unit.model_case import OneRank
 from workers.images.encoder import ImageEncoder
 from workers.images.limits import CACHE_TOKENS, ImageLimits
 from workers.models.registry import configured_model, load_model_config
-from workers.rank.rank_images import largest_grid, run_largest
+from workers.rank.rank_images import largest_grid, measure_time, run_largest
 from workers.specs.model import weight_map
 
 
@@ -31,23 +31,27 @@ def test_limits_follow_the_processor_and_the_context(folder: Path, tmp_path: Pat
     spec = load_model_config(folder).vision
     assert spec is not None and spec.largest == 1024
     limits = ImageLimits.of(rank_config(folder, 1), spec)
-    assert limits == ImageLimits(1024, 256, 1024)
+    assert limits == ImageLimits(1024, None, 1024)
     assert ImageLimits.of(rank_config(folder, 1, model={"max_model_len": 500}), spec).image == 500
     glm = load_model_config(image_checkpoint(tmp_path, "glm4v_moe", weights=False)).vision
     assert glm is not None and glm.largest == 512, "its processor counts both frames of a patch"
     long = ImageLimits.of(rank_config(folder, 1, model={"max_model_len": 10**6}), spec)
     assert (long.image, long.cache) == (1024, CACHE_TOKENS)
-    small = {"scheduler": {"max_image_tokens": 30}, "cache": {"image_tokens": 50}}
+    scheduler = {"max_image_tokens": 30, "image_tokens_per_step": 20}
+    small = {"scheduler": scheduler, "cache": {"image_tokens": 50}}
     limits = ImageLimits.of(rank_config(folder, 1, **small), spec)
-    assert (limits.image, limits.cache, limits.batch) == (30, 50, 30)
+    assert (limits.image, limits.per_step, limits.cache, limits.batch) == (30, 20, 50, 30)
     assert limits.cache_bytes(spec, 2) == 50 * 3 * 64 * 2
 
 
 def test_check_prints_images_and_counts_their_memory(folder: Path) -> None:
     report = checked(folder, scheduler={"max_image_tokens": 100}, cache={"image_tokens": 200})
     assert "each of at most 100 tokens" in report.images
-    assert report.images.endswith("; 256 tokens beside a step, embeddings of 200 are kept")
-    more = checked(folder, scheduler={"max_image_tokens": 100}, cache={"image_tokens": 300})
+    beside = "; 0.3 of a step's time beside it, or 256 tokens on a CPU, embeddings of 200 are kept"
+    assert report.images.endswith(beside)
+    scheduler = {"max_image_tokens": 100, "image_tokens_per_step": 512}
+    more = checked(folder, scheduler=scheduler, cache={"image_tokens": 300})
+    assert "; 512 tokens beside a step, embeddings of 300" in more.images
     outputs = 3 * 64 * 4  # of a token: its embedding, and what two layers add, in float32
     assert more.ranks[0].buffer_bytes - report.ranks[0].buffer_bytes == 100 * outputs
     assert not any("vision tower" in warning for warning in report.warnings)
@@ -75,6 +79,8 @@ def test_the_largest_image_runs(folder: Path) -> None:
     assert tower is not None
     encoder = ImageEncoder(tower, ImageLimits(30, 8, 40))
     assert run_largest(encoder) == 0, "memory is measured on GPUs alone"
+    measure_time(encoder)
+    assert encoder.token_s is not None and encoder.token_s > 0
     encoder.close()
     assert [largest_grid(tokens, 2) for tokens in (1, 30, 1024)] == [
         (1, 2, 2),

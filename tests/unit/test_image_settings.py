@@ -113,7 +113,7 @@ def test_mistakes(folders: dict[str, Path], settings: dict[str, Any], message: s
 def test_what_check_prints(folders: dict[str, Path]) -> None:
     report = check(config(folders["glm4v_moe"]))
     assert report.images.startswith(
-        "up to 16 a request, each of at most 512 tokens (64 pixels a token); from data URLs; 256"
+        "up to 16 a request, each of at most 512 tokens (64 pixels a token); from data URLs; 0.3"
     )
     domains = {"serve.allowed_media_domains": ["images.example"]}
     report = check(config(folders["qwen3_vl_moe"], **domains))

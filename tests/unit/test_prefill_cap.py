@@ -229,6 +229,24 @@ def test_the_engine_observes_gaps_of_steps_with_decodes_alone(monkeypatch):
     assert found == [(0, FLOOR_TOKENS)] * 4, "two decodes of each request"
 
 
+def test_the_scheduler_observes_every_gap_but_those_behind_sleep(monkeypatch):
+    """Of steps with prompts too: the tower of images computes beside them."""
+    engine = engine_of(LocalVoteTransport(), None, asynchronous=False)
+    found: list[tuple[bool, int]] = []
+    monkeypatch.setattr(
+        engine.scheduler,
+        "observe",
+        lambda plan, gap: found.append((plan.decodes, plan.prefill_tokens)),
+    )
+    for name in ("a", "b"):
+        engine.submit(ask(name, 65, 3))
+        while engine.step().run:
+            pass
+        engine._committed_at = 0.0  # as `_sleep` does
+    # The second prompt is cached but for its last token, so its first step has all of it.
+    assert found == [(False, 1), (True, 0), (True, 0), (True, 0), (True, 0)]
+
+
 def play(cap: PrefillCap, steps: int, seconds, seed: int = 0, backlog: float = 1.0) -> list[float]:
     """Run full steps, and now and then steps that only decode; return the gaps of steps with prompts."""
     chance = random.Random(seed)

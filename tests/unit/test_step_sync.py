@@ -100,6 +100,13 @@ def test_one_rank_that_decodes_next_caps_the_prompts_of_all():
     assert decide(rows(prompts, vote()), RAGGED).prefill_cap == 0
 
 
+def test_a_plan_has_decodes_if_a_rank_has_tokens_behind_prompts():
+    prompts = vote(900, prefill_tokens=900)
+    assert not decide(rows(prompts, prompts, vote()), RAGGED).decodes
+    assert decide(rows(prompts, vote(3)), RAGGED).decodes
+    assert decide(rows(vote(901, prefill_tokens=900), vote()), RAGGED).decodes
+
+
 def test_stop_beats_work():
     plan = decide(rows(vote(5), vote(wants_stop=1)), EQUAL)
     assert plan.stop and not plan.run

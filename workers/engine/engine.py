@@ -31,7 +31,6 @@ from workers.sampling.grammar_compiler import GrammarCompiler
 from workers.scheduler.commit import Committed
 from workers.scheduler.prefill_cap import PrefillCap
 from workers.scheduler.scheduler import Scheduler
-from workers.speculation.step_times import StepSize
 from workers.stats.stats import EngineStats, HostTimes
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.step_output import StepOutput
@@ -305,12 +304,11 @@ class Engine:
         return self._prefill_cap.tokens
 
     def _note_gap(self, step: InFlightStep) -> None:
-        """Observe the time since the commit before, where it bounds prompts or drafts."""
+        """Observe the time since the commit before, where it bounds prompts, drafts or images."""
         now, before = time.perf_counter(), self._committed_at
         self._committed_at = now
-        speculator, plan = self.scheduler.speculator, step.plan
-        if speculator is not None and before and not plan.prefill_tokens:
-            speculator.observe(StepSize.of(plan), now - before)
+        if before:
+            self.scheduler.observe(step.plan, now - before)
         if self._prefill_cap is not None and step.prefill_cap and before:
             self._prefill_cap.observe(now - before, step.plan.prefill_tokens, step.prefill_cap)
 

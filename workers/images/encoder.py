@@ -6,9 +6,12 @@ holds. Otherwise an order of images that the cache has is complete at once.
 """
 
 import logging
+import statistics
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +25,10 @@ from workers.specs.vision import Grid, VisionSpec
 from workers.wire.request import ImageInput
 
 logger = logging.getLogger(__name__)
+
+AHEAD = 4
+"""Blocks of the tower that are launched and may not have ended: enough that the GPU never waits for the thread. More
+would still run beside a later step, whatever the pace allows there."""
 
 
 class Tower(Protocol):
@@ -75,11 +82,13 @@ class ImageEncoder:
     """The vision tower of one rank, its thread and the outputs that are kept. It outlives epochs.
 
     pace           set by the step loop
+    token_s        seconds of a token of an image in all blocks of the tower, alone on its device; None: not measured
     num_computed, num_found   images that were computed; images that an order found in the cache
     """
 
     def __init__(self, tower: Tower, limits: ImageLimits):
         self.spec, self.device, self.limits, self.pace = tower.spec, tower.device, limits, Pace()
+        self.token_s: float | None = None
         self.num_computed = self.num_found = 0
         self._tower, self._cache = tower, OutputCache(limits.cache)
         self._changed = threading.Condition()
@@ -123,15 +132,53 @@ class ImageEncoder:
         pixels = np.concatenate([np.frombuffer(image.pixels, dtype=np.uint8) for image in images])
         pixels_NP = torch.from_numpy(pixels.reshape(-1, self.spec.patch_dim))
         sizes = [image.num_tokens for image in images]
-        share = sum(sizes) / self.spec.depth
-        outputs_TXD = self._tower.forward(
-            pixels_NP.to(self.device),
-            [image.grid_thw for image in images],
-            lambda: self.pace.take(share),
-        )
+        grids = [image.grid_thw for image in images]
+        outputs_TXD = self._tower.forward(pixels_NP.to(self.device), grids, self._pause(images))
         if len(images) == 1:
             return [outputs_TXD]
         return [part.clone() for part in torch.split(outputs_TXD, sizes)]
+
+    def _pause(self, images: Sequence[ImageInput]) -> Callable[[], None]:
+        """Return what waits before each block of a call with these images."""
+        share = sum(map(self._cost, images)) / self.spec.depth
+        launched: deque[torch.cuda.Event] = deque()
+
+        def pause() -> None:
+            if self.device.type == "cuda":
+                if len(launched) == AHEAD:
+                    launched.popleft().synchronize()
+                event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                event.record()
+                launched.append(event)
+            self.pace.take(share)
+
+        return pause
+
+    def measure(self, image: ImageInput, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Set `token_s` by the blocks of one image; on the calling thread, while nothing else runs on the device."""
+        pixels = np.frombuffer(image.pixels, dtype=np.uint8).reshape(-1, self.spec.patch_dim)
+        pixels_NP = torch.from_numpy(pixels.copy()).to(self.device)
+        times: list[float] = []
+
+        def mark() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(clock())
+
+        self._tower.forward(pixels_NP, [image.grid_thw], mark)
+        mark()
+        # The median: kernels may load in the first block, and the last one has the outputs behind it.
+        block_s = statistics.median(after - before for before, after in pairwise(times))
+        self.token_s = block_s * self.spec.depth / self._cost(image)
+
+    def _cost(self, image: ImageInput) -> float:
+        """Return the tokens of an image as large as a batch that take the tower as long as this image.
+
+        A larger image has more attention a token, and a smaller one does not fill a GPU.
+        """
+        spec, (_, height, width) = self.spec, image.grid_thw
+        usual = spec.patch_flops(self.limits.batch * spec.merged)
+        return image.num_tokens * max(1.0, spec.patch_flops(height * width) / usual)
 
     def wait(self) -> None:
         """Wait until no order can go on."""

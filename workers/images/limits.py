@@ -17,12 +17,12 @@ class ImageLimits:
     """Limits of one rank, in tokens.
 
     image      of one image
-    per_step   that the tower computes beside a step without prompts
+    per_step   that the tower computes beside a step without prompts; None: by measured times, see `StepShare`
     cache      of images with outputs that are kept, and so of all images of one request
     """
 
     image: int
-    per_step: int
+    per_step: int | None
     cache: int
 
     @classmethod
@@ -39,7 +39,8 @@ class ImageLimits:
         image, tokens = scheduler.max_image_tokens, cache.image_tokens
         most = min(spec.largest, length) if image == "auto" else int(image)
         kept = max(most, min(CACHE_TOKENS, length)) if tokens == "auto" else int(tokens)
-        return cls(most, scheduler.image_tokens_per_step, kept)
+        beside = scheduler.image_tokens_per_step
+        return cls(most, None if beside == "auto" else int(beside), kept)
 
     @property
     def batch(self) -> int:

@@ -24,7 +24,7 @@ from workers.rank.kv_sizing import (
     own_bytes,
 )
 from workers.rank.process import RankProcess
-from workers.rank.rank_images import run_largest
+from workers.rank.rank_images import measure_time, run_largest
 from workers.rank.rank_info import Progress
 from workers.rank.warm_up_steps import WarmUpSteps
 from workers.runner.graph_sizes import GraphSizes
@@ -92,11 +92,12 @@ class RunnerMaker:
             self.draft.attention.bind(draft_caches)
 
     def run_largest_image(self) -> None:
-        """Compile the kernels of the vision tower, and measure the memory of its largest call, on a GPU."""
+        """On a GPU, compile the kernels of the vision tower, and measure its largest call's memory, and its time."""
         process = self.process
         if process.images is not None and process.device.type == "cuda":
             with memory_for("the largest image (scheduler.max_image_tokens)"):
                 process.image_bytes = run_largest(process.images)
+                measure_time(process.images)
 
     def warm_up_steps(self) -> WarmUpSteps:
         """Return the steps that all ranks run alike, before there are requests."""

@@ -1,4 +1,4 @@
-"""The vision tower of a rank at work: its encoder, and its largest call before there are requests."""
+"""The vision tower of a rank at work: its encoder, and its calls before there are requests."""
 
 import torch
 
@@ -36,6 +36,12 @@ def run_largest(encoder: ImageEncoder) -> int:
         - before
         + limits.cache_bytes(spec, outputs_TXD.element_size())
     )
+
+
+def measure_time(encoder: ImageEncoder) -> None:
+    """Measure how long the tower takes for a token of an image that fills a GPU, or of the largest image."""
+    spec = encoder.spec
+    encoder.measure(blank_image(spec, largest_grid(encoder.limits.batch, spec.merge_size)))
 
 
 def largest_grid(num_tokens: int, merge_size: int) -> Grid:

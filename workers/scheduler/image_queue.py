@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from workers.images.encoder import ImageEncoder
+from workers.images.step_share import StepShare
 from workers.step.images import problem_of
 from workers.step.sequence import Sequence
 from workers.step.step_sync import StepPlan
@@ -20,7 +21,7 @@ class ImageQueue:
     def __init__(self, encoder: ImageEncoder):
         self.waiting: dict[str, Sequence] = {}
         self.notify: Callable[[str], None] = lambda request_id: None
-        self._encoder = encoder
+        self._encoder, self._share = encoder, StepShare()
 
     def refusal(self, request: EngineRequest) -> str | None:
         """Return why the images of a request can never be computed here, or None."""
@@ -84,8 +85,15 @@ class ImageQueue:
         }
 
     def follow(self, plan: StepPlan) -> None:
-        """Set the pace of the encoder beside a step of the group: the longer by its prompts, the more it computes."""
-        if plan.run:
-            self._encoder.pace.stepped(self._encoder.limits.per_step + plan.prefill_tokens)
+        """Set the pace of the encoder beside a step of the group; without decodes no stream waits for the step."""
+        encoder, per_step = self._encoder, self._encoder.limits.per_step
+        if not (plan.run and plan.decodes):
+            encoder.pace.free()
+        elif per_step is None:
+            encoder.pace.stepped(self._share.tokens(plan, encoder.token_s))
         else:
-            self._encoder.pace.free()
+            encoder.pace.stepped(per_step + plan.prefill_tokens)
+
+    def observe(self, plan: StepPlan, gap_s: float) -> None:
+        """Note a step that ended `gap_s` seconds after the step before it."""
+        self._share.observe(plan, gap_s, beside=self._encoder.pace.took())

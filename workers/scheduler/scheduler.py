@@ -27,6 +27,7 @@ from workers.scheduler.commit import Commits, Committed
 from workers.scheduler.image_queue import ImageQueue
 from workers.scheduler.refusals import refusal_of
 from workers.speculation.speculator import Speculator
+from workers.speculation.step_times import StepSize
 from workers.step.adapter_slots import AdapterSlots
 from workers.step.grammar import Grammar, advance_all
 from workers.step.scheduled_batch import ScheduledBatch
@@ -243,6 +244,13 @@ class Scheduler:
             self.adapters.follow(plan)
         if self.images is not None:
             self.images.follow(plan)
+
+    def observe(self, plan: StepPlan, gap_s: float) -> None:
+        """Note a step of the group that ended `gap_s` seconds after the step before it."""
+        if self.speculator is not None and not plan.prefill_tokens:
+            self.speculator.observe(StepSize.of(plan), gap_s)
+        if self.images is not None:
+            self.images.observe(plan, gap_s)
 
     def commit(self, batch: ScheduledBatch, step: StepOutput) -> Committed:
         """Enter the output of a launched step. Sequences that have finished or were aborted get no output."""

@@ -81,6 +81,16 @@ class VisionSpec:
         return max(1, self.most_pixels // token)
 
     @property
+    def mlp_weights(self) -> int:
+        """Weights of the MLP of a block."""
+        return 2 * self.hidden_size * self.intermediate_size
+
+    def patch_flops(self, num_patches: int) -> int:
+        """Return the FLOPs of a patch in a block, in products and in attention to the patches of its frame."""
+        dim = self.hidden_size
+        return 2 * (4 * dim**2 + self.mlp_weights) + 4 * num_patches * dim
+
+    @property
     def num_outputs(self) -> int:
         """Outputs of a token: an embedding, and what layers of the decoder add to it."""
         return 1 + len(self.deepstack)
@@ -123,6 +133,11 @@ class GlmVisionSpec(VisionSpec):
     weights: ClassVar[str] = "workers.models.vision.weights:glm_weights"
 
     qkv_bias: bool = False
+
+    @property
+    def mlp_weights(self) -> int:
+        """Weights of the gated MLP of a block."""
+        return 3 * self.hidden_size * self.output_size
 
     @property
     def counted_frames(self) -> int:

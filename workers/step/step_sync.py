@@ -113,6 +113,7 @@ class StepPlan:
     """The step of the group, equal on every rank.
 
     run                   the ranks run a forward; otherwise the group sleeps
+    decodes               a rank has tokens behind a prompt, so streams wait for the step
     num_tokens_across_dp  tokens of each rank, without padding
     padded_tokens         rows that every rank runs, or 0 if the step runs ragged
     prefill_tokens        most prompt tokens of a rank
@@ -138,6 +139,7 @@ class StepPlan:
     graph_mode: GraphMode = GraphMode.NONE
     ubatch: bool = False
     stop: bool = False
+    decodes: bool = False
     prefill_tokens: int = 0
     prefill_cap: int = 0
     draft_reads: bool = False
@@ -229,6 +231,7 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         padded if equal else 0,
         graph_mode,
         ubatch,
+        decodes=num_tokens != columns["prefill_tokens"],
         prefill_tokens=max(columns["prefill_tokens"]),
         prefill_cap=min(filter(None, columns["prefill_cap"]), default=0),
         draft_reads=any(columns["draft_reads"]),
