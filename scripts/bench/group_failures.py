@@ -83,7 +83,7 @@ class Bench:
         for killed in kinds:
             await self._serving()
             await asyncio.sleep(self._options.idle_s)
-            assert len(ranks_of(self._pid)) == 2 + standbys, "not all processes have started"
+            assert len(ranks_of(self._pid)) == 2 * (1 + standbys), "a process is missing"
             found.append(await self._kill(killed))
             print(found[-1], file=sys.stderr, flush=True)
         return found
