@@ -1,7 +1,7 @@
 """All groups as one ingress sees them: one message a request, one long stream from each rank.
 
-Implements `cluster.api.backend.EngineBackend`. Each group has a GroupClient: a group that rebuilds pauses its own
-requests alone, and a group that fails ends its own requests alone. Knows nothing of HTTP.
+Implements `cluster.api.backend.EngineBackend`. Each group has a GroupClient. When its ranks fail, other groups go on
+with its requests; a request that cannot leave waits for the rebuild, or ends with the group. Knows nothing of HTTP.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from cluster.client.group_client import GroupClient
 from cluster.client.open_request import OpenRequest
 from cluster.client.operator_calls import OperatorCalls
 from cluster.client.refusals import Refusals
-from cluster.client.request_run import PromptPlace, RequestRuns
+from cluster.client.request_run import PromptPlace, RequestRuns, takers
 from cluster.client.router import Place, Router
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.errors import EngineDeadError
@@ -98,7 +98,7 @@ class EngineClient(OperatorCalls):
                 self._refusals,
                 self.fail,
                 self._learn,
-                self._wake,
+                self._regroup,
             )
             for index in range(len(healths))
         ]
@@ -153,9 +153,8 @@ class EngineClient(OperatorCalls):
     ) -> AsyncGenerator[RequestOutput, None]:
         """The tokens of one request as they come; with `whole` at once, when all have come.
 
-        Closing the generator early aborts the request in its rank. While its group rebuilds, a request in flight waits,
-        then goes on in the next epoch. A new request goes to a group that serves; without one it waits for at most
-        serve.limits.rebuild_wait_s.
+        Closing the generator early aborts the request in its rank. When its group fails, it goes on in another group or
+        in the next epoch. Without a group that serves, a new request waits for at most serve.limits.rebuild_wait_s.
         """
         pinned = None if rank is None else self._router.place(rank)
         with self._adapters.open(adapter) as adapter_id:
@@ -279,14 +278,10 @@ class EngineClient(OperatorCalls):
         if self._failure is not None:
             raise EngineDeadError(self._failure)
         wanted = self._groups if pinned is None else [self._groups[pinned[0]]]
-        living = [group for group in wanted if not group.over]
-        answering = [group for group in living if group.role != "prefill"]
-        living = answering or living  # a prefill group answers where nothing else is left
-        if not living:
+        if all(group.over for group in wanted):
             reasons = status.reasons_of([group.health for group in wanted])
             raise EngineDeadError(reasons or f"the group is {wanted[0].health.state}")
-        serving = [group for group in living if group.health.state != "draining"]
-        return [group.index for group in serving or living if group.reachable]
+        return takers(wanted)
 
     async def _available(self, pinned: Place | None = None) -> list[int]:
         """The groups that can answer requests, as soon as there is one. Raises EngineDeadError after the limit."""
@@ -307,8 +302,12 @@ class EngineClient(OperatorCalls):
         if group.health.state == "draining":
             self._release_drained()
 
+    def _regroup(self) -> None:
+        """Move the requests of groups that have failed, and let each wait look at the groups again."""
+        self._runs.move()
+        self._wake()
+
     def _wake(self) -> None:
-        """Let each wait look at the groups again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -389,9 +388,12 @@ class EngineClient(OperatorCalls):
             self._supervisor.report_adapters.remote(self._ingress_id, self._adapters.used())
 
     def _follow(self, healths: Sequence[GroupHealth]) -> None:
-        for group, health in zip(self._groups, healths, strict=True):
-            if group.health != health:
-                group.follow(health, stopping=self._stopping)
+        news = [it for it in zip(self._groups, healths, strict=True) if it[0].health != it[1]]
+        for group, health in news:
+            group.follow(health)
+        self._regroup()  # before the end of a group ends its requests
+        for group, _ in news:
+            group.settle(stopping=self._stopping)
         self._release_drained()
 
     def _own(self, work: Coroutine[Any, Any, None], name: str, *, may_end: bool = False) -> None:

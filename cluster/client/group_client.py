@@ -35,7 +35,7 @@ POISON = str(PoisonRequestError())
 
 
 class GroupClient:
-    """`follow` the health of the group; `keep_open` runs as a task meanwhile.
+    """`follow` the health of the group, then `settle`; `keep_open` runs as a task meanwhile.
 
     index       of the group in the pool
     supervisor  handle of the supervisor
@@ -43,7 +43,7 @@ class GroupClient:
     refusals    gets the digests of requests that have ended ranks
     failed      called with an unexpected error of a task
     learn       learn(index, members): take over what depends on the ranks of a new epoch
-    changed     called when the group takes requests, or takes them no longer
+    opened      called when the streams of an epoch are open
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GroupClient:
         refusals: Refusals,
         failed: Failed,
         learn: Callable[[int, GroupMembers], None],
-        changed: Callable[[], None],
+        opened: Callable[[], None],
     ):
         self.index = index
         self.health = GroupHealth("starting", 0, "")
@@ -63,12 +63,12 @@ class GroupClient:
         self.open: dict[str, OpenRequest] = {}  # by the id that their rank has
         self._supervisor, self._ingress_id = supervisor, ingress_id
         self._router, self._refusals, self._failed = router, refusals, failed
-        self._learn, self._changed = learn, changed
+        self._learn, self._opened = learn, opened
         self._suspects = Suspects()
         self._streams: GroupStreams | None = None
         self._token_times: dict[int, float] = {}  # of the last tokens of each rank
         self._expired_lease: str | None = None
-        self._released = False
+        self._ends = self._released = False
         self._woken = asyncio.Event()
 
     @property
@@ -96,22 +96,33 @@ class GroupClient:
         """Whether no request can come to the group again: it has ended, or its lease is given back for good."""
         return self.health.ended or self._released
 
-    def follow(self, health: GroupHealth, *, stopping: bool = False) -> None:
-        """Note the present health. The end of the group ends its requests, a rebuild the prompts for other groups.
+    def follow(self, health: GroupHealth) -> None:
+        """Note the present health."""
+        self._ends = health.ended and not self.health.ended
+        self.health = health
+        self._woken.set()
+
+    def give_up(self) -> list[OpenRequest]:
+        """Forget the requests that other groups can go on with, because ranks have failed, and return them."""
+        left = [request for request in self.open.values() if request.may_leave]
+        self._suspects.leave(left)
+        for request in left:
+            self._forget(request)
+        return left
+
+    def settle(self, *, stopping: bool) -> None:
+        """End the requests that are left: all of a group that has ended, prompts for other groups in a rebuild.
 
         stopping: the server ends, so the end of the group is no failure
         """
-        ended_before, self.health = self.health.ended, health
-        if health.ended and not ended_before:
-            stopped = stopping or health.state == "stopped"
+        if self._ends:
+            stopped = stopping or self.health.state == "stopped"
             if not stopped:
-                logger.error("the group failed: %s", health.error)
-            self.fail_requests(SHUTDOWN_REASON if stopped else health.error)
+                logger.error("the group failed: %s", self.health.error)
+            self.fail_requests(SHUTDOWN_REASON if stopped else self.health.error)
             self.close()
-        elif not health.alive:
-            _abort_prompts(self.open.values(), f"the prefill group is {health.state}")
-        self._woken.set()
-        self._changed()
+        elif not self.health.alive:
+            _abort_prompts(self.open.values(), f"the prefill group is {self.health.state}")
 
     def fail_requests(self, reason: str) -> None:
         """End the requests that have not ended."""
@@ -219,7 +230,7 @@ class GroupClient:
         if rebuilt:
             self._set_aside_poison(requests, members.failed)
         await self._submit_again(requests)
-        self._changed()
+        self._opened()
 
     async def _submit_lost(self, lease_id: str, rank: int) -> None:
         """Submit the requests again that a rank has aborted, because their stream had lost a message."""
@@ -276,7 +287,7 @@ class GroupClient:
 
     def _set_aside_poison(self, requests: list[OpenRequest], failed: frozenset[int]) -> None:
         """Put the requests on trial that may have ended ranks, and end those that are proved to."""
-        for poison in self._suspects.judge(requests, lambda it: it.place[1] in failed):
+        for poison in self._suspects.judge(requests, lambda place: place[1] in failed):
             logger.error("request %s is set aside: it ends its rank", poison.request_id)
             self._refusals.add(poison.digest)
             self._supervisor.refuse.remote(poison.digest)

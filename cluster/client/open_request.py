@@ -88,6 +88,12 @@ class OpenRequest:
         return self.load.place
 
     @property
+    def may_leave(self) -> bool:
+        """Whether another group can go on with it when its group fails, see `cluster.client.suspects`."""
+        bound = self.apart or self.pinned is not None
+        return not (self.finished or bound or self.begun or self.on_trial or self.failures)
+
+    @property
     def wire_id(self) -> str:
         """The id of this attempt in its rank."""
         return f"{self.request_id}~{self.attempt}" if self.attempt > 1 else self.request_id

@@ -4,7 +4,11 @@ In a pool with the roles prefill and decode, a prefill group computes a prompt a
 goes on in a decode group as it would go on in a new epoch, with the first token as one that was emitted. The decode
 group takes the KV of the prompt from the memory that the ranks of a node share, under the keys of the prompt's blocks,
 which follow from its tokens. Whatever fails on the prefill side, the decode group computes the prompt itself, so no
-answer depends on a prefill group. Knows nothing of Ray and sockets.
+answer depends on a prefill group.
+
+When ranks of a group fail, another group goes on with its requests in the same way, rather than after the rebuild. The
+ranks of all groups can compute all of a request, so a prefill group goes on where no other group can. Knows nothing of
+Ray and sockets.
 """
 
 import logging
@@ -69,6 +73,15 @@ class RequestRuns:
                         output = merge([prompt, output])
                 yield output
 
+    def move(self) -> None:
+        """Let other groups go on with the requests of groups that have failed, as far as a group can take them now."""
+        among = takers(self.groups)
+        for group in self.groups:
+            if among and group.health.broken:
+                for request in group.give_up():
+                    request.route(self.router, among)
+                    self.groups[request.place[0]].submit(request)
+
     async def _prompt(self, request: OpenRequest) -> Outputs:
         """The outputs of prompt and first token from a prefill group, behind which the request goes on.
 
@@ -110,11 +123,10 @@ class RequestRuns:
         ]
 
     async def _on_group(self, request: OpenRequest, among: Collection[int]) -> Outputs:
-        """The outputs of a request on one of the groups `among`, over all epochs of the group."""
+        """The outputs of a request on one of the groups `among`, over all epochs and moves."""
         request.route(self.router, among)
-        group = self.groups[request.place[0]]
         try:
-            group.submit(request)
+            self.groups[request.place[0]].submit(request)
             finished = False
             while not finished:
                 output = await request.get()
@@ -128,8 +140,20 @@ class RequestRuns:
                 finished = output.finish_reason is not None
                 yield output
         finally:
+            group = self.groups[request.place[0]]
             group.leave(request)
             self.left(group)
+
+
+def takers(groups: Sequence[GroupClient]) -> list[int]:
+    """The numbers of the groups that can take a request now; prefill groups where no other group can.
+
+    A group that drains takes one only where all others have ended.
+    """
+    living = [group for group in groups if not group.over]
+    staying = [group for group in living if group.health.state != "draining"] or living
+    reachable = [group for group in staying if group.reachable]
+    return [it.index for it in reachable if it.role != "prefill"] or [it.index for it in reachable]
 
 
 def _sum(prefill: RequestTimes | None, rest: RequestTimes | None) -> RequestTimes | None:

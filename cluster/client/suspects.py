@@ -4,7 +4,10 @@ A rank names each request that it begins. When the rank fails, each of its reque
 put on trial, with its copies: in the next epoch its rank runs it alone among requests without a token. A token clears
 it. Failures in trials of one digest count together, those of several ranks at once as one. The third failure proves all
 open requests of the digest to be poison; two happen by chance where ranks die often and copies run on several ranks. If
-the notice was lost with its rank, three failures in a row without a token put a request on trial too. Knows nothing of
+the notice was lost with its rank, three failures in a row without a token put a request on trial too.
+
+Another group may go on with a request that has a token, or that its rank has not begun: once without a token, because
+the notice may be lost. So a request that ends ranks cannot take one group after another with it. Knows nothing of
 ranks, groups or Ray.
 """
 
@@ -13,6 +16,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from cluster.client.open_request import OpenRequest
+from cluster.client.router import Place
 
 TRIAL_FAILURES = 3
 UNEXPLAINED_FAILURES = 3
@@ -32,17 +36,30 @@ class Suspects:
     def __init__(self) -> None:
         self.verdict: bool | None = None
         self._causes: set[bytes] = set()  # digests, since a failed rank has served a request
+        self._served: set[Place] = set()  # of requests that have left with a token of this epoch
+
+    def leave(self, requests: Iterable[OpenRequest]) -> None:
+        """Note that other groups go on with requests of a group that has failed."""
+        for request in requests:
+            if request.fresh:
+                request.failures += 1
+            else:
+                self._served.add(request.place)
 
     def judge(
-        self, requests: Iterable[OpenRequest], failed: Callable[[OpenRequest], bool]
+        self, requests: Iterable[OpenRequest], failed: Callable[[Place], bool]
     ) -> list[OpenRequest]:
         """Count the failures that ended an epoch for its open requests; return the poison.
 
-        failed   whether the rank of a request has failed
+        failed   whether the rank of a place has failed
         """
         self.verdict = None
         requests, tried = list(requests), set()
-        for _, of_rank in groupby(sorted(filter(failed, requests), key=_by_place), _by_place):
+        if any(map(failed, self._served)):
+            self._causes.clear()
+        self._served.clear()
+        hit = sorted((request for request in requests if failed(request.place)), key=_by_place)
+        for _, of_rank in groupby(hit, _by_place):
             tried |= self._judge_rank(list(of_rank))
         copies = [request for request in requests if tried and request.digest in tried]
         poison = set()

@@ -81,8 +81,8 @@ class ClusterConfig(Section):
         0,
         ge=0,
         le=MAX_RANKS,
-        description="Processes that wait to replace a dead rank: they have loaded everything but experts. Each takes a "
-        "place beside the ranks: on cuda a GPU.",
+        description="Processes of each group that wait to replace a dead rank: they have loaded everything but "
+        "experts. Each takes a place beside the ranks: on cuda a GPU.",
     )
     shrink: bool = Field(
         False,
@@ -123,8 +123,9 @@ class PoolGroup(Section):
 
     role: Role = Field(
         "generate",
-        description="generate = whole requests; prefill = prompts and first tokens, for groups of the role decode; "
-        "decode = what follows, with the prompt's KV from a prefill group, or computed here when there is none.",
+        description="generate = whole requests; prefill = prompts and first tokens, for groups of the role decode, and "
+        "whole requests while none of these serves; decode = what follows, with the prompt's KV from a prefill group, "
+        "or computed here when there is none.",
     )
     ranks: int = Field(ge=1, le=MAX_RANKS, description="Of the group; it has all experts.")
     nodes: int = Field(

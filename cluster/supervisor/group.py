@@ -245,7 +245,7 @@ class Group:
         while may_try and not self.health.ended:
             self.status.epoch += 1
             self.status.stages = [] if self._hang is None else [("detection", self._hang.seconds)]
-            self._set_state("rebuilding", reason)
+            self._set_state("rebuilding", reason, planned=change is not None)
             logger.warning("rebuilding as epoch %d: %s", self.status.epoch, reason)
             try:
                 await self._epoch_begins(self.status.epoch)
@@ -314,7 +314,7 @@ class Group:
     def take_role(self, role: Role) -> None:
         """Have another part of new requests; the open ones go on."""
         self.status.role = role
-        self._set_state(self.status.state, self.status.error)
+        self._set_state(self.status.state, self.status.error, planned=self.status.planned)
 
     def drain(self) -> None:
         """Note that no new requests come."""
@@ -389,9 +389,9 @@ class Group:
             self._growing.cancel()
         self._roster.kill()
 
-    def _set_state(self, state: GroupState, error: str = "") -> None:
+    def _set_state(self, state: GroupState, error: str = "", *, planned: bool = False) -> None:
         if state != self.status.state:
             self.status.since = time.time()
-        self.status.state, self.status.error = state, error
+        self.status.state, self.status.error, self.status.planned = state, error, planned
         self._changed.set()
         self._changed = asyncio.Event()

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.supervisor import placement, spare_imports
+from cluster.supervisor import placement
 from cluster.supervisor.placement import RankLocation
+from cluster.supervisor.spares import Spares
 from kernels.host import processes
 from kernels.host.cuda_environment import MULTICAST_OFF
 from workers.config import RankConfig
@@ -26,8 +26,6 @@ CAPACITY_WAIT_S = 5.0
 """Time in which Ray reserves the place of one more process, if its node has room."""
 SPARE_DELAY_S = 1.0
 """Time of service before a spare process starts, which takes processor time from the ranks."""
-SPARE_S = 0.2
-"""Time in which Ray begins to start a process, and in which no process has started."""
 # Variables that vendors' libraries read; they reach the ranks on every node, as in a process without Ray.
 FORWARDED_ENVIRONMENT = (
     *("NCCL_", "NVSHMEM_", "TORCH_", "GLOO_", "OMP_", "MKL_", "CUDA_", "HF_"),
@@ -82,10 +80,6 @@ class Launcher(Protocol):
         """End all actors."""
 
 
-class _Spare:
-    """An actor that is ended before it starts."""
-
-
 class RankLauncher:
     """The processes of one group. Each takes a place of a bundle, or beside it; one bundle is one node.
 
@@ -97,6 +91,7 @@ class RankLauncher:
 
     name: unique among the groups of the Ray cluster, also among those that have ended.
     joined: whether Ray is a running cluster that `phalanx serve` joined; otherwise it is local and has no other nodes.
+    spares: of the server; without them, the launcher has some of its own
     after: launchers of the groups that get their places before this one
     placed: set when the group has its places, or will not get them
     """
@@ -107,6 +102,7 @@ class RankLauncher:
         *,
         name: str,
         joined: bool,
+        spares: Spares | None = None,
         after: Sequence["RankLauncher"] = (),
     ):
         self.placed = asyncio.Event()
@@ -121,7 +117,7 @@ class RankLauncher:
         self._addresses: dict[int, str] = {}  # of the nodes of these places
         self._places: dict[RankHandle, PlacementGroup] = {}  # those of their bundles at their start
         self._beside: dict[RankHandle, PlacementGroup] = {}
-        self._spares: set[int] = set()  # bundles with a spare process
+        self._spares = Spares(joined=joined) if spares is None else spares
 
     async def launch(self, timeout_s: float) -> list[RankHandle]:
         """Create one actor per rank, in rank order. Raises PlacementError when the cluster has no room for them."""
@@ -153,7 +149,7 @@ class RankLauncher:
         if self._placement_group is None:
             return []
         self._environment = rank_environment(self._config, joined=self._joined)
-        self._spares = set(range(self._config.num_nodes))
+        self._spares.expect(self._node_ids(), self._environment)
         for actor in ray.util.list_named_actors(all_namespaces=True):
             if actor["namespace"] == NAMESPACE and actor["name"].startswith(self._actor_prefix):
                 with suppress(ValueError):  # it has died since
@@ -196,8 +192,8 @@ class RankLauncher:
         name = f"{self._actor_prefix}{bundle}:{own}"
         options |= {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
         actor_class: Any = ray.remote(RankActor)
-        options |= self._runtime_env(spare=bundle in self._spares)
-        self._spares.discard(bundle)
+        node = self._node(bundle) if self._spares.may_wait else None
+        options |= self._spares.take(None if node is None else node["NodeID"], self._environment)
         handle = actor_class.options(**options).remote(rank, config)
         handle.follow.remote(ray.get_runtime_context().current_actor)
         self._bundles[handle], self._places[handle] = bundle, place
@@ -213,42 +209,19 @@ class RankLauncher:
     def _node(self, bundle: int) -> placement.Node | None:
         return placement.node_of(*self._place(bundle))
 
+    def _node_ids(self) -> list[str]:
+        nodes = map(self._node, range(self._config.num_nodes))
+        return [node["NodeID"] for node in nodes if node is not None]
+
     def _has_free_place(self, bundle: int) -> bool:
         inside = [handle for handle in self._bundles if handle not in self._beside]
         taken = [h for h in inside if self._bundles[h] == bundle and self.in_place(h)]
         return len(taken) < self._config.dims.ranks_per_node
 
     async def start_spares(self) -> None:
-        """Let Ray start a process on each node of the ranks, in which the next actor there needs no start of Python.
-
-        Ray starts a process for an actor, and keeps the process for the next actor with the same variables when this
-        one ends first, if the node has a free CPU. In a local Ray the process also imports the modules of a rank.
-        """
+        """Let Ray start a process on each node of the ranks, in which the next actor there needs no start of Python."""
         await asyncio.sleep(SPARE_DELAY_S)
-        actor_class: Any = ray.remote(_Spare)
-        spares = []
-        for bundle in range(self._config.num_nodes):
-            node = self._node(bundle)
-            if node is None or bundle in self._spares:
-                continue
-            here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            options = self._runtime_env(spare=True) | {"scheduling_strategy": here}
-            spares.append(actor_class.options(num_cpus=0, **options).remote())
-            self._spares.add(bundle)
-        try:
-            await asyncio.sleep(SPARE_S)
-        finally:
-            for spare in spares:
-                ray.kill(spare)
-
-    def _runtime_env(self, *, spare: bool) -> dict[str, Any]:
-        """Ray options with the variables of a process, which is a spare one or takes a spare one if `spare`.
-
-        A variable is a second start of Python for a new process, so a process that finds no spare one has none.
-        """
-        reserved = {spare_imports.VARIABLE: "1"} if spare and not self._joined else {}
-        variables = self._environment | reserved
-        return {"runtime_env": {"env_vars": variables}} if variables else {}
+        await self._spares.start(self._node_ids(), self._environment)
 
     async def _reserve_beside(self, config: RankConfig, bundle: int, own: str) -> PlacementGroup:
         name = self._name_beside(own)
@@ -389,8 +362,10 @@ def rank_launchers(groups: Mapping[str, RankConfig], *, joined: bool) -> list[Ra
     Groups with more ranks on a node get their places first: a small group may fit on nodes that a large one needs.
     """
     made: dict[str, RankLauncher] = {}
+    spares = Spares(joined=joined)
     for name, config in sorted(
         groups.items(), key=lambda it: it[1].dims.ranks_per_node, reverse=True
     ):
-        made[name] = RankLauncher(config, name=name, joined=joined, after=list(made.values()))
+        before = list(made.values())
+        made[name] = RankLauncher(config, name=name, joined=joined, spares=spares, after=before)
     return [made[name] for name in groups]

@@ -14,12 +14,16 @@ GroupState = Literal["starting", "serving", "rebuilding", "draining", "failed", 
 
 
 class GroupHealth(NamedTuple):
-    """The state of a group and its part of requests; `error` explains the states failed and stopped."""
+    """The state of a group and its part of requests; `error` explains the states failed and stopped.
+
+    planned   whether a rebuild makes a change that was requested: no rank has failed, and the pause is short
+    """
 
     state: GroupState
     epoch: int
     error: str
     role: Role = "generate"
+    planned: bool = False
 
     @property
     def alive(self) -> bool:
@@ -30,6 +34,11 @@ class GroupHealth(NamedTuple):
     def ended(self) -> bool:
         """Whether the group will not serve again."""
         return self.state in ("failed", "stopped")
+
+    @property
+    def broken(self) -> bool:
+        """Whether ranks have failed: another group that can take them goes on with requests in flight."""
+        return self.state == "failed" or (self.state == "rebuilding" and not self.planned)
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,7 @@ class GroupStatus:
 
     name          that of the group's spec
     role          its part of requests, which an operator can change
+    planned       whether the rebuild that runs makes a change that was requested
     since         Unix time at which the state began
     stages        name and seconds of each stage that ended
     progress      done and total of the present stage; 0 if unknown
@@ -98,6 +108,7 @@ class GroupStatus:
     state: GroupState = "starting"
     epoch: int = 0
     error: str = ""
+    planned: bool = False
     since: float = field(default_factory=time.time)
     stage: str = "placement"
     stages: list[tuple[str, float]] = field(default_factory=list)
@@ -114,7 +125,7 @@ class GroupStatus:
     @property
     def health(self) -> GroupHealth:
         """What ingresses act on."""
-        return GroupHealth(self.state, self.epoch, self.error, self.role)
+        return GroupHealth(self.state, self.epoch, self.error, self.role, self.planned)
 
     def rebuilt(self, rebuild: Rebuild) -> None:
         """Count a rebuild."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from cluster.commands.operate import OperationError
@@ -45,6 +46,12 @@ def ask(server: Server, number: int, max_tokens: int = NEW, **headers: str) -> l
     tokens: list[int] = choice["token_ids"]
     assert len(tokens) == max_tokens
     return tokens
+
+
+def processor_time(process: psutil.Process) -> float:
+    """The seconds that a process has computed."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 class Stream(threading.Thread):
@@ -174,4 +181,28 @@ def test_groups_exchange_their_roles_and_no_open_stream_differs(
             assert groups[prefill]["role"] == "decode" and groups[decode]["role"] == "prefill"
             assert [group["rebuilds"] for group in groups] == [0, 0]
             until_handed_over(server, first=50 * (1 + decode), prefill_rank=decode)
+        server.wait_free(60.0)
+
+
+def test_the_prefill_group_goes_on_with_the_streams_of_a_decode_group_that_is_gone(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    # The decode group does not serve again. Its rank is stopped for a moment, which is no hang.
+    cluster = {"ranks": 2, "device": "cpu", "hang_timeout_s": 120, "rebuild_attempts": 0}
+    with running(tmp_path, checkpoint, cluster=cluster, **SECTIONS) as server:
+        until_handed_over(server)
+        before = {rank: processor_time(rank) for rank in server.ranks()}
+        whole = [ask(server, n, LONG, salt="whole", **WHOLE) for n in range(4)]
+        decode = max(before, key=lambda rank: processor_time(rank) - before[rank])
+        streams = [Stream(server, n) for n in range(4)]
+        assert all(stream.taken.wait(120) for stream in streams)
+        decode.suspend()  # the streams are open when it ends
+        assert all(stream.is_alive() for stream in streams), "too quick to prove anything"
+        decode.kill()
+        for stream in streams:
+            stream.join(120)
+        assert [stream.tokens for stream in streams] == whole, "or a stream hangs"
+        groups = httpx.get(f"{server.url}/ready", timeout=60).json()["groups"]
+        assert [group["state"] for group in groups] == ["serving", "failed"]
+        assert [ask(server, n, LONG) for n in range(4)] == whole
         server.wait_free(60.0)

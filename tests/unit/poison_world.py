@@ -126,7 +126,7 @@ class World:
     def _fail(self, rank: int) -> None:
         self.failures += 1
         for ingress in self.ingresses:
-            found = ingress.suspects.judge(ingress.open.values(), lambda it: it.place[1] == rank)
+            found = ingress.suspects.judge(ingress.open.values(), lambda place: place[1] == rank)
             self.excused += ingress.suspects.verdict is True
             for request in found:
                 ingress.set_aside.append(request.request_id)

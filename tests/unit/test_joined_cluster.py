@@ -65,7 +65,7 @@ def test_ranks_get_variables_of_their_libraries_and_no_token(
     monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
     subject = launcher.RankLauncher(rank_config(), name="app", joined=True)
     subject._environment = launcher.rank_environment(subject._config, joined=subject._joined)
-    variables = subject._runtime_env(spare=False)["runtime_env"]["env_vars"]
+    variables = subject._spares.take(None, subject._environment)["runtime_env"]["env_vars"]
     assert variables["HF_HOME"] == "/models" and variables["UCX_NET_DEVICES"] == "eth7"
     assert "hf_secret" not in variables.values()
 

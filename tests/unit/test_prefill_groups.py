@@ -238,7 +238,7 @@ def test_a_prefill_group_that_has_failed_and_one_that_serves_again() -> None:
     run(scenario())
 
 
-def test_a_decode_group_that_rebuilds_goes_on_with_all_tokens_of_both_sides() -> None:
+def test_a_decode_group_that_rebuilds_alone_goes_on_with_all_tokens_of_both_sides() -> None:
     async def scenario() -> None:
         async with scene() as now:
             asked = now.ask("x")
@@ -247,6 +247,9 @@ def test_a_decode_group_that_rebuilds_goes_on_with_all_tokens_of_both_sides() ->
             rank, _ = await holder(now, DECODE, "x~2")
             await rank.emit("x~2", 1, 1)
             await until(lambda: now.answers["x"] == [100, 101])
+            now.ranks_of(PREFILL)[0].fail["run_stage"] = ValueError("the weights are gone")
+            await now.kill(1, PREFILL)
+            await until(lambda: now.client._groups[PREFILL].health.ended)
             await now.kill(1 - rank.rank, DECODE)
             rank, again = await holder(now, DECODE, "x~3")
             assert again.emitted_token_ids == [100, 101]

@@ -1,7 +1,9 @@
 """Requests that end ranks are found soon, and no other request is blamed, also under hundreds of requests."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -104,7 +106,8 @@ def test_all_open_requests_of_a_poison_are_found_with_it():
     proved.trial_failures = TRIAL_FAILURES - 1
     copy, other = made("a"), made("b")
     copy.params = replace(copy.params, seed=7)  # which the server draws for each request
-    assert suspects.judge([other, copy, proved], lambda it: it is proved) == [copy, proved]
+    proved.load = RankLoad((0, 1))
+    assert suspects.judge([other, copy, proved], lambda place: place == (0, 1)) == [copy, proved]
 
 
 def test_ranks_that_fail_at_once_under_copies_count_once():
@@ -122,11 +125,51 @@ def test_a_copy_with_a_token_keeps_no_failure_of_another_copy():
     """Each of two copies is hit by chance in every second epoch, and sends a token in the other ones."""
     suspects = Suspects()
     copies = [made("a", begun=True, on_trial=True) for _ in range(2)]
+    copies[1].load = RankLoad((0, 1))
     for epoch in range(3 * TRIAL_FAILURES):
         hit, served = copies[epoch % 2], copies[1 - epoch % 2]
         served.put(RequestOutput("a", [7]))
-        assert suspects.judge(copies, lambda it, hit=hit: it is hit) == []
+        assert suspects.judge(copies, lambda place, hit=hit: place == hit.place) == []
         assert (hit.trial_failures, served.trial_failures) == (1, 0)
         for copy in copies:
             copy.begin_attempt()
             copy.begun = copy.on_trial = True
+
+
+def test_a_rank_that_has_served_a_request_that_left_is_not_broken():
+    suspects = Suspects()
+
+    def fail(number: int, left: Sequence[OpenRequest] = ()) -> bool | None:
+        suspects.leave(left)
+        suspects.judge([made(f"a{number}", begun=True, on_trial=True)], lambda it: it == (0, 0))
+        return suspects.verdict
+
+    served, elsewhere = made("b"), made("c")
+    elsewhere.load = RankLoad((0, 1))
+    for request in (served, elsewhere):
+        request.put(RequestOutput(request.request_id, [7]))
+    assert [fail(number) for number in range(MAX_CAUSES)] == [True] * MAX_CAUSES
+    assert fail(MAX_CAUSES, [elsewhere]) is False, "another rank has served it"
+    assert fail(MAX_CAUSES + 1, [served]) is True
+    assert [fail(MAX_CAUSES + 2 + number) for number in range(MAX_CAUSES)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("fields", "leaves"),
+    [
+        ({}, True),
+        ({"begun": True}, False),
+        ({"on_trial": True}, False),
+        ({"finished": True}, False),
+        ({"apart": True}, False),
+        ({"pinned": (0, 1)}, False),
+    ],
+)
+def test_the_requests_that_may_leave_a_group_that_fails(fields: dict[str, Any], leaves: bool):
+    request = made("a", **fields)
+    assert request.may_leave is leaves
+    if leaves:
+        Suspects().leave([request])
+        assert not request.may_leave, "it has no token of its second group"
+        request.put(RequestOutput("a", [7]))
+        assert request.may_leave
