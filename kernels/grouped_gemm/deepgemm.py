@@ -99,10 +99,10 @@ class DeepGemm(GroupedGemm):
             assert adapters is None, "all-to-alls with masked rows carry no adapters"
             return self.call_masked(expert_input, w13_e2ID, w2_eDI, activation)
         routing = expert_input.device_routing()
-        assert routing.alignment % self.row_alignment == 0, routing.alignment
         x_ND, num_experts = expert_input.x_RD, len(routing.ends_e)
         if not routing.num_permuted:
             return x_ND.new_empty(0, x_ND.shape[1], dtype=torch.bfloat16)
+        assert routing.alignment % self.row_alignment == 0, routing.alignment
         if adapters is not None:
             return unfused_mlp(
                 expert_input,

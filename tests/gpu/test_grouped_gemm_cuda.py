@@ -1,6 +1,7 @@
 """Every grouped GEMM of a GPU against float32, through the exchange of one rank: eager, without waiting, as a graph."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -121,15 +122,19 @@ class Layer:
         prepared13, self.w13 = prepare(gemm, self.w13)
         prepared2, self.w2 = prepare(gemm, self.w2)
         self.prepared = [prepared13, prepared2]
+        self.all2all = self.exchange(gemm.unaligned_rows)
+
+    def exchange(self, unaligned_rows: float) -> LocalAllToAll:
+        """Aligns rows of experts that have more rows on average."""
         order = Permutation(
-            case.local,
-            num_experts=case.num_experts,
+            self.case.local,
+            num_experts=self.case.num_experts,
             device="cuda",
             dtype=torch.int64,
-            alignment=gemm.row_alignment,
-            unaligned_rows=gemm.unaligned_rows,
+            alignment=self.gemm.row_alignment,
+            unaligned_rows=unaligned_rows,
         )
-        self.all2all = LocalAllToAll(order)
+        return LocalAllToAll(order)
 
     def draw(self, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x, topk_idx, topk_weights."""
@@ -315,12 +320,16 @@ def test_few_rows_of_each_expert_equal_deepgemms(mean: int):
     """Both products of FP8 on each side of the number of rows at which the other is taken."""
     gemm = build("deepgemm_fp8")
     layer = Layer(gemm, Experts(mean * 16))
-    x_ND, topk_idx_NK, weights_NK = layer.draw(1)
-    routed = layer.all2all.dispatch(x_ND, topk_idx_NK, weights_NK).wait()
-    few = gemm._skinny(routed, *layer.prepared, num_sms=132)
-    many = DeepGemm.__call__(gemm, routed, *layer.prepared)
-    found, expected = (layer.all2all.combine(y_RD, routed.handle).wait() for y_RD in (few, many))
-    assert calc_diff(found, expected) < 2e-4
+    drawn, found = layer.draw(1), []
+    for unaligned, product in (
+        (gemm.unaligned_rows, partial(gemm._skinny, num_sms=132)),
+        (0.0, partial(DeepGemm.__call__, gemm)),
+    ):
+        exchange = layer.exchange(unaligned)
+        routed = exchange.dispatch(*drawn).wait()
+        y_RD = product(routed, *layer.prepared)
+        found.append(exchange.combine(y_RD, routed.handle).wait())
+    assert calc_diff(*found) < 2e-4
 
 
 def rounded(x_RD: torch.Tensor) -> torch.Tensor:
