@@ -12,7 +12,7 @@ from kernels.attention.flashinfer_decodes import Pages, Shape
 
 
 class GraphExtends:
-    """A BatchPrefillWithPagedKVCacheWrapper with use_cuda_graph, whose buffers the caller fills; one plan at a time.
+    """A BatchPrefillWithPagedKVCacheWrapper with use_cuda_graph; the caller fills its buffers before each plan.
 
     causal   a row sees the keys up to its own; False: all keys of its sequence
     """

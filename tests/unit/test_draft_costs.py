@@ -211,11 +211,29 @@ def test_a_draft_model_sleeps_while_drafts_of_no_sequence_pay():
 @pytest.mark.parametrize(("num_seqs", "gain"), [(1, 1.2), (32, 1.3), (128, 1.4)])
 def test_drafts_that_pay_are_taken_though_the_first_steps_were_slow(num_seqs, gain):
     """A first step that took three times as long made drafts look dear for ever."""
-    lengths, chance = (0.8, 0.65, 0.5), np.random.default_rng(0)
+    lengths, num_steps = (0.8, 0.65, 0.5), 300 + 1200 // num_seqs
+    assert speed(num_seqs, lengths, num_steps, dear=1.0, slow=3.0) > gain
+
+
+@pytest.mark.parametrize(("num_seqs", "least"), [(8, 0.9935), (32, 0.9957)])
+def test_drafts_that_do_not_pay_cost_little(num_seqs, least):
+    """Those of the first steps, and what the draft model reads until it knows better."""
+    assert speed(num_seqs, (0.1,), 400, dear=0.0, slow=1.0) > least
+
+
+def speed(
+    num_seqs: int, lengths: tuple[float, ...], num_steps: int, *, dear: float, slow: float
+) -> float:
+    """Return the tokens per second of steps with drafts that are accepted so, over those without.
+
+    dear   ms by which a step with drafts takes longer than was measured
+    slow   factor of the first steps with drafts
+    """
+    chance = np.random.default_rng(0)
     config = SpeculationConfig(method="mtp", num_draft_tokens=3, accept_lengths=lengths)
     drafts, seqs = make_speculator(config, H200), [sequence([1]) for _ in range(num_seqs)]
     seconds, tokens, verifies = 0.0, 0.0, False
-    for step in range(300 + 1200 // num_seqs):
+    for step in range(num_steps):
         vote_alone(drafts, num_seqs, budget(H200), verifies=verifies)
         found = dict(drafts.drafts([s for s in seqs if s.speculates], num_seqs, 4 * num_seqs))
         reads, passes = drafts.wish(seqs, step, prompts=not step)
@@ -224,8 +242,8 @@ def test_drafts_that_pay_are_taken_though_the_first_steps_were_slow(num_seqs, ga
         rows = num_seqs + sum(map(len, found.values()))
         size = StepSize(rows, bool(found), num_seqs if reads else 0, passes)
         verifies = bool(found)
-        took = float(H200.of(*size)) + 1.0 * verifies
-        drafts.observe(size, 3 * took if len(found) and tokens < 4 * num_seqs else took)
+        took = float(H200.of(*size)) + dear * verifies
+        drafts.observe(size, slow * took if len(found) and tokens < 4 * num_seqs else took)
         for seq in seqs:
             own = len(found.get(seq, ()))
             right = chance.random(own) < lengths[:own]
@@ -236,4 +254,4 @@ def test_drafts_that_pay_are_taken_though_the_first_steps_were_slow(num_seqs, ga
             tokens += accepted + 1
         drafts.settle()
         seconds += took
-    assert tokens / seconds > gain * num_seqs / float(H200.of(num_seqs, False))
+    return tokens / seconds / num_seqs * float(H200.of(num_seqs, False))

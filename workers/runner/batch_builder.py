@@ -192,7 +192,7 @@ class ForwardBatchBuilder:
             **device,
         )
 
-    def _prefixes(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
+    def _prefixes(self, batch: ScheduledBatch) -> dict[str, Any]:
         """Return the groups of sequences with shared blocks; only sequences with one row read shared blocks once."""
         shares = self._shares and batch.num_single_rows > 1
         return self._cache.shared_prefixes(batch.rows) if shares else {}

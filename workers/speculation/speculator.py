@@ -32,13 +32,13 @@ from workers.step.step_sync import StepPlan
 CHOOSE_EVERY = 8
 """Steps from one choice of a draft model's passes to the next: each takes some 0.1 ms."""
 
-PATIENCE = 64
+PATIENCE = 32
 """Steps that a draft model still reads of a sequence that does not draft: each costs a layer."""
 
 PAUSE = 512
 """Steps from the begin of one such time to the next, of any sequence of a rank."""
 
-PROBE_EVERY = 8
+PROBE_EVERY = 4
 """Steps from one draft to the next while no drafts pay: a draft costs the draft model's head, of whole logits."""
 
 
