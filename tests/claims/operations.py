@@ -52,7 +52,7 @@ def groups() -> Iterator[str]:
         figures = (
             [it["pause_max_s"] for it in events],
             [it["seconds"] for it in slowest],
-            [it["stages"]["processes"] for it in slowest],
+            [it["stages"]["processes"] + it["stages"]["group"] for it in slowest],
         )
         return [" and ".join(f"{seconds:.1f} s" for seconds in column) for column in figures]
 
