@@ -8,7 +8,7 @@ those before the failures. The servers:
 plain    for each of `--rounds`: decode, prefill, both
 standby  both, with a standby rank of each group
 
-    python -m scripts.bench.group_failures --out docs/results/cpu-group-failures
+    python -m scripts.bench.group_failures --set model.path=configs/models/demo
 """
 
 import argparse
@@ -26,7 +26,7 @@ import psutil
 
 from cluster.bench import loop
 from cluster.config.load import load_config
-from scripts.bench import ROOT, results
+from scripts.bench import results
 from scripts.bench.kv_kill import flowing, pause, summary
 from scripts.bench.kv_streams import Stream, ask
 from scripts.bench.servers import ServerProcess, free_port
@@ -166,7 +166,7 @@ def serve(options: argparse.Namespace, standbys: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "local.yaml")
+    parser.add_argument("--config", type=Path, default=Path("configs/local.yaml"))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--input-len", type=int, default=600)

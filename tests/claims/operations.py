@@ -1,10 +1,14 @@
 """Claims of docs/operations.md with measured figures."""
 
 from collections.abc import Iterator
+from operator import itemgetter
 from statistics import median
+from typing import Any
 
 from scripts.bench.chaos_resources import SLACK
 from tests.claims import Experiment, load, row
+
+Found = dict[str, Any]
 
 CHAOS = ("chaos-cpu", "chaos-cpu-hang", "chaos-cpu-faults", "chaos-cpu-200")
 
@@ -33,6 +37,32 @@ def gpu_pauses() -> Iterator[str]:
         f"The other {128 - counts[0]} requests of the first row had no token before the failure, or none after it. The "
         f"runs ended before an answer of {pair['output_len']:,} tokens was complete"
     )
+
+
+def groups() -> Iterator[str]:
+    """Ranks of groups that are killed, in a pool of a prefill and a decode group on CPUs."""
+    found = load("cpu-group-failures")
+    options, servers = found["options"], found["servers"]
+    assert found["clean_tree"] and found["hardware"]["cores"] == 2 and options["rounds"] == "2"
+    yield f"under {options['streams']} streams of {options['output_len']} tokens"
+
+    def cells(events: list[Found]) -> list[str]:
+        slowest = [max(it["rebuilds"].values(), key=itemgetter("seconds")) for it in events]
+        assert {it["equal_answers"] for it in events} == {"8 of 8"}
+        figures = (
+            [it["pause_max_s"] for it in events],
+            [it["seconds"] for it in slowest],
+            [it["stages"]["processes"] + it["stages"]["group"] for it in slowest],
+        )
+        return [" and ".join(f"{seconds:.1f} s" for seconds in column) for column in figures]
+
+    for killed, name in (
+        ("decode", "the decode group"),
+        ("prefill", "the prefill group"),
+        ("both", "both groups"),
+    ):
+        yield row(name, *cells([it for it in servers["plain"] if it["killed"] == killed]))
+    yield row("both groups, with a standby rank each", *cells(servers["standby"]))
 
 
 def chaos() -> Iterator[str]:
@@ -188,5 +218,5 @@ def tails() -> Iterator[str]:
 
 def claims() -> Iterator[str]:
     """All measured claims of the page."""
-    for part in (gpu_pauses, chaos, soak, hosts, start, tails):
+    for part in (gpu_pauses, groups, chaos, soak, hosts, start, tails):
         yield from part()
