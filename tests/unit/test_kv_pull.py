@@ -115,6 +115,15 @@ def test_roles_on_several_nodes_need_the_setting_and_the_setting_needs_memory(
         load_config(path, [nixl])
 
 
+def test_files_of_kv_need_a_folder(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "tiny", num_layers=1, hidden_size=32, num_experts=4)
+    settings = {"model.path": str(checkpoint), "cache.host_memory_gib": 1}
+    folder, file = tmp_path / "new" / "kv", checkpoint / "config.json"
+    assert load_config({}, settings | {"cache.disk_path": str(folder)}).cache.disk_path
+    with pytest.raises(ConfigError, match=r"cache.disk_path: '.*config.json' is a file; expected"):
+        load_config({}, settings | {"cache.disk_path": str(file)})
+
+
 def test_a_source_that_is_no_address_is_lost() -> None:
     for source in ("no source", "tcp://x"):
         with pytest.raises(SourceLostError):
