@@ -80,7 +80,7 @@ def serve(config: ConfigPath = DEMO, overrides: Overrides = None) -> None:
 
 @app.command()
 def batch(
-    config: Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)],
+    config: ConfigPath = DEMO,
     *,
     input: Annotated[Path, typer.Option(help="Requests in OpenAI's batch format.")],
     output: Annotated[Path, typer.Option(help="Results; a file that exists is resumed.")],

@@ -237,7 +237,7 @@ def _reason(name: str, revision: str | None, error: Exception) -> HubError:
         return HubError(
             f"{name!r} is no folder here, {cache} holds no complete copy of it, and {why}; "
             f"{'unset it, ' if offline else ''}fetch the model where the Hub can be reached (`hf download {name}`), "
-            "or set model.path to a folder"
+            "or name a folder in its place"
         )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return HubError(

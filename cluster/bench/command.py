@@ -169,6 +169,8 @@ def _show(load: "Load", session: "Session", output: Path | None, save_requests: 
         typer.echo(f"wrote {output}")
     if session.interrupted:
         raise typer.Exit(INTERRUPTED)
-    if not all(server["median"]["completed"] for server in report["servers"]):
-        typer.echo("error: a server completed no request", err=True)
+    failures = [server.failure for server in session.servers if server.failure]
+    for failure in failures:
+        typer.echo(f"error: {failure}", err=True)
+    if failures:
         raise typer.Exit(1)

@@ -20,7 +20,7 @@ from cluster.bench.negotiate import negotiate
 from cluster.bench.prompts import prompt_source
 from cluster.bench.prompts_file import check_endpoint, read_prompts
 from cluster.bench.settings import Load
-from cluster.bench.stream import Answer, EventReader
+from cluster.bench.stream import Answer, EventReader, shown
 from cluster.bench.workload import PlannedRequest, plan_requests
 
 # Timers tick in milliseconds: waking half a tick early makes a request early as often as late.
@@ -162,7 +162,7 @@ class _Sender:
                 sink=EventReader(answer, self._load.stream_format).feed,
             )
             if response.status != 200:
-                answer.error = f"HTTP {response.status}"
+                answer.error, answer.refusal = f"HTTP {response.status}", shown(response.body)
         except HttpError as error:
             answer.error = str(error)
         except TimeoutError:

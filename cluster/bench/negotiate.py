@@ -12,7 +12,7 @@ from cluster.bench.bodies import Target, request_body
 from cluster.bench.http import Connection, Endpoint, HttpError, Response
 from cluster.bench.prompts import Prompt, TextLength, prompt_source, random_ids, random_text
 from cluster.bench.settings import BenchError, Load
-from cluster.bench.stream import Answer, EventReader
+from cluster.bench.stream import Answer, EventReader, shown
 from cluster.bench.workload import PlannedRequest
 
 PROBE_LETTERS = (60, 240)
@@ -117,7 +117,7 @@ class Prober:
         EventReader(answer, self._load.stream_format).feed(response.body, 0.0)
         if response.status == 200 and answer.error is None:
             return answer, ""
-        reason = answer.error or response.body.decode(errors="replace").strip()[:300]
+        reason = answer.error or shown(response.body)
         if response.status not in (200, 400, 422):
             raise BenchError(f"{self._name}: HTTP {response.status}: {reason}")
         return None, f"HTTP {response.status}: {reason}"

@@ -27,6 +27,16 @@ class ServerRun:
         """Return the figures of each round."""
         return [summarise(each.answers, each.client_cpu_s, limits) for each in self.rounds]
 
+    @property
+    def failure(self) -> str:
+        """Why no request was answered, by the first of them; "" if one was."""
+        ended = [answer for each in self.rounds for answer in each.answers if answer.ended]
+        if not ended or any(answer.error is None for answer in ended):
+            return ""
+        first = ended[0]
+        reason = f"{first.error}: {first.refusal}" if first.refusal else first.error
+        return f"{self.target.name} completed no request: {reason}"
+
 
 @dataclass
 class Session:

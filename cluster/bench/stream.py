@@ -11,6 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 EVENT_END = b"\n\n"
+SHOWN_CHARS = 300
+
+
+def shown(body: bytes) -> str:
+    """Return the beginning of a body for a message."""
+    return body.decode(errors="replace").strip()[:SHOWN_CHARS]
 
 
 @dataclass
@@ -19,7 +25,7 @@ class Answer:
 
     started: when the request was due, from where latency counts. sent: when it was sent; later
     than `started` where the client fell behind its schedule or waited for a free place.
-    ended: 0 while it runs.
+    ended: 0 while it runs. refusal: beginning of the body of an answer with another status than 200.
     """
 
     started: float
@@ -30,6 +36,7 @@ class Answer:
     cached_tokens: int | None = None
     error: str | None = None
     sent: float = 0.0
+    refusal: str = ""
 
     @property
     def ttft(self) -> float | None:

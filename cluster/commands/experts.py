@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cluster.commands.server_url import UnreachableError, base_url, no_answer
+from cluster.commands.server_url import UnreachableError, base_url, no_answer, refusal
 from workers.specs.expert_layout import ExpertLayout, LayoutError
 
 TIMEOUT_S = 15.0
@@ -30,19 +30,12 @@ def fetch(url: str, api_key_env: str) -> list[ExpertLayout]:
             groups = json.load(answer)["groups"]
         return [ExpertLayout.of_json(group, target) for group in groups]
     except HTTPError as error:
-        raise UnreachableError(f"{target}: {_message(error)}") from error
+        raise UnreachableError(f"{target}: {refusal(error, api_key_env)}") from error
     except (OSError, HTTPException) as error:
         raise no_answer(target, error) from error
     except (ValueError, KeyError, TypeError) as error:
         reason = str(error) if isinstance(error, LayoutError) else repr(error)
         raise UnreachableError(f"{target} has no map of experts: {reason}") from error
-
-
-def _message(error: HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {error.code}; is it a Phalanx server?"
 
 
 def report(layout: ExpertLayout) -> Table | str:
@@ -107,7 +100,15 @@ def draw(layout: ExpertLayout, path: Path) -> None:
 def show(
     url: str, api_key_env: str, *, png: Path | None, save_map: Path | None, balanced: bool
 ) -> None:
-    """Print the gain for each group, and write the files that are wanted, of the first group."""
+    """Print the gain for each group, and write the files that are wanted, of the first group.
+
+    Raises UnreachableError, and ValueError for options that cannot work.
+    """
+    for option, file in (("--png", png), ("--save-map", save_map)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(f"{option}: folder {file.absolute().parent} does not exist")
+    if balanced and save_map is None:
+        raise ValueError("--balanced chooses the map that --save-map FILE writes; give both")
     layouts = fetch(url, api_key_env)
     if not layouts:
         raise UnreachableError(f"{url} has no group that serves")

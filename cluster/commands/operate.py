@@ -7,7 +7,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from cluster.commands.server_url import base_url
+from cluster.commands.server_url import base_url, refusal
 
 TIMEOUT_S = 1800.0
 """Processes that load a large model take minutes; the server has limits of its own."""
@@ -29,14 +29,7 @@ def post(url: str, operation: str, body: dict[str, Any], api_key_env: str) -> di
             answer: dict[str, Any] = json.load(got)
             return answer
     except HTTPError as error:
-        raise OperationError(_message(error)) from error
+        raise OperationError(refusal(error, api_key_env)) from error
     except (OSError, HTTPException, ValueError) as error:
         reason = error.reason if isinstance(error, URLError) else error
         raise OperationError(f"no answer from {target}: {reason}") from error
-
-
-def _message(error: HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {error.code} from {error.url}; is it a Phalanx server?"

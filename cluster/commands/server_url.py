@@ -1,6 +1,9 @@
 """The URL of a running server, as an argument of a command."""
 
-from urllib.error import URLError
+import json
+import os
+from http import HTTPStatus
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 
@@ -22,3 +25,15 @@ def no_answer(url: str, error: Exception) -> UnreachableError:
     return UnreachableError(
         f"no answer from {url}: {reason}; is the server running? Give its URL as the argument"
     )
+
+
+def refusal(error: HTTPError, api_key_env: str) -> str:
+    """The reason of a server that refuses a request, with the variable of the key if the key is the reason."""
+    try:
+        reason = str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {error.code} from {error.url}; is it a Phalanx server?"
+    if error.code != HTTPStatus.UNAUTHORIZED:
+        return reason
+    found = "has another key" if os.environ.get(api_key_env) else "is not set"
+    return f"{reason}; the environment variable {api_key_env} {found} (--api-key-env names another)"

@@ -22,6 +22,9 @@ def check_speculation(config: PhalanxConfig, model: ModelConfig | None) -> Itera
         )
     if speculation.method == "off":
         return
+    if model is not None and model.pooling is not None:
+        message = f"{speculation.method} drafts tokens, the task {model.pooling.task} has none; expected off"
+        yield Problem("speculation.method", message, ("model.task", "model.path"))
     rows = 1 + speculation.num_draft_tokens
     limits = {
         "scheduler.max_num_batched_tokens": config.scheduler.max_num_batched_tokens,

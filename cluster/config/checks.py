@@ -4,6 +4,7 @@ Reads the checkpoint's config.json, the API keys' file, the certificate and the 
 Checks yield problems, none raises.
 """
 
+import os
 import ssl
 from collections.abc import Iterator
 
@@ -49,6 +50,9 @@ def _check_host_memory(config: PhalanxConfig) -> Iterator[Problem]:
     if cache.disk_path is not None and not cache.host_memory_gib:
         message = "needs cache.host_memory_gib, which is 0: files keep what leaves host memory"
         yield Problem("cache.disk_path", message, ("cache.host_memory_gib",))
+    if cache.disk_path is not None and os.path.isfile(cache.disk_path):
+        # Each node makes a folder that is missing.
+        yield Problem("cache.disk_path", f"{cache.disk_path!r} is a file; expected a folder")
     if cache.host_memory_gib and not cache.prefix_caching:
         message = "needs cache.prefix_caching, which is false: KV is found by its prefix"
         yield Problem("cache.host_memory_gib", message, ("cache.prefix_caching",))

@@ -29,12 +29,23 @@ def load_config(origin: str | Path | Mapping[str, Any], overrides: Overrides = (
     if isinstance(origin, Mapping):
         name, folder = "configuration", Path.cwd()
     else:
+        path = Path(origin)
+        if _is_model(path):
+            message = f"expected a YAML configuration; --set model.path={path} serves a model"
+            raise ConfigError.of(str(path), [Problem("", message)])
         try:
-            origin = examples.find(Path(origin), examples.CONFIGS)
+            origin = examples.find(path, examples.CONFIGS)
         except ValueError as error:
             raise ConfigError.of(str(origin), [Problem("", str(error))]) from None
         name, folder = str(origin), origin.absolute().parent
     return check_source(read_config(origin, overrides), name, folder)
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a path is a checkpoint's folder, or looks like a name on the Hub, in the place of a YAML."""
+    if path.exists():
+        return (path / "config.json").is_file()
+    return hub.is_name(str(path)) and path.suffix not in (".yaml", ".yml")
 
 
 def check_source(source: ConfigSource, name: str, folder: Path) -> PhalanxConfig:

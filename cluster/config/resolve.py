@@ -40,7 +40,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     """Fill every `auto` except those of kernels, and num_blocks on GPUs.
 
     num_gpus: GPUs of all nodes; None = count this machine's.
-    Raises ConfigError when the cache cannot hold one request of the longest length.
+    Raises ConfigError when the cache cannot hold one request of the longest length, or an adapter is not found.
     """
     from workers.weights.tensors import DTYPE_BYTES  # imports torch
 
@@ -170,11 +170,18 @@ def resolve_speculation(
 
 
 def resolve_adapters(adapters: Iterable[AdapterConfig]) -> tuple[LoadedAdapter, ...]:
-    """The adapters of the start, with ids from 1 on. Raises HubError for a name on the Hub that cannot be fetched."""
-    return tuple(
-        LoadedAdapter(id=number, name=it.name, path=it.path, revision=adapter_revision(it.path))
-        for number, it in enumerate(adapters, start=1)
-    )
+    """The adapters of the start, with ids from 1 on. Raises ConfigError with each that the Hub does not give."""
+    loaded, problems = [], []
+    for number, it in enumerate(adapters, start=1):
+        try:
+            revision = adapter_revision(it.path)
+        except hub.HubError as error:
+            problems.append(Problem("lora.adapters", f"{it.name}: {error.reason}"))
+        else:
+            loaded.append(LoadedAdapter(id=number, name=it.name, path=it.path, revision=revision))
+    if problems:
+        raise ConfigError.of("configuration", problems)
+    return tuple(loaded)
 
 
 @cache

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.api.request.json_body import parse_json_object
+from cluster.config.errors import show
 from cluster.errors import BadRequestError
 
 MAX_JSON_DEPTH = 512
@@ -97,7 +98,7 @@ def _parse(number: int, data: bytes) -> Line:
         return refused("invalid_json_line", error.message)
     given = found.get("custom_id")
     if not isinstance(given, str) or not given:
-        return refused("invalid_custom_id", "custom_id is missing; expected a string")
+        return refused("invalid_custom_id", _unlike("custom_id", given, "a text"))
     custom_id = given
     if found.get("method", "POST") != "POST":
         return refused("invalid_method", "method must be POST")
@@ -105,8 +106,13 @@ def _parse(number: int, data: bytes) -> Line:
     if not isinstance(url, str) or not url.startswith("/v1/"):
         return refused("invalid_url", "url must be a route such as /v1/completions")
     if not isinstance(body, dict):
-        return refused("invalid_body", "body is missing; expected an object")
+        return refused("invalid_body", _unlike("body", body, "an object"))
     return Line(number, digest, custom_id, url, body)
+
+
+def _unlike(field: str, value: Any, expected: str) -> str:
+    given = "is missing" if value is None else f"is {show(value)}"
+    return f"{field} {given}; expected {expected}"
 
 
 def _digest(data: bytes) -> str:

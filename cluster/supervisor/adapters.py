@@ -53,6 +53,7 @@ class ServerAdapters:
         self._unused: dict[int, set[str]] = {}  # ingresses without requests, of retired adapters
         self._changing = asyncio.Lock()
         self._changed = asyncio.Event()
+        self._ended = False
 
     @property
     def listed(self) -> tuple[LoadedAdapter, ...]:
@@ -70,10 +71,15 @@ class ServerAdapters:
         self._hold(state.held)
 
     async def changed(self, seen: Sequence[LoadedAdapter]) -> tuple[LoadedAdapter, ...]:
-        """Return the listed adapters as soon as they differ from `seen`."""
-        while self.listed == tuple(seen):
+        """Return the listed adapters as soon as they differ from `seen`, or the supervisor ends."""
+        while self.listed == tuple(seen) and not self._ended:
             await self._changed.wait()
         return self.listed
+
+    def end(self) -> None:
+        """Let all calls of `changed` return: Ray reports calls on the console that a killed actor leaves open."""
+        self._ended = True
+        self._notify()
 
     async def load(self, name: str, path: str) -> LoadedAdapter:
         """Load an adapter into all ranks, or into none. Raises AdapterError."""

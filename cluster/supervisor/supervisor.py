@@ -307,6 +307,7 @@ class Supervisor:
     async def stop(self) -> None:
         """Stop all groups and give back their resources."""
         await self._pool.stop()
+        self._adapters.end()
 
     async def exit(self) -> None:
         """Stop all groups and end this actor, also if Ray's GCS fails meanwhile."""

@@ -61,6 +61,13 @@ def test_alpha_patterns_scale_single_modules(tmp_path: Path) -> None:
     assert (pairs[Q].scale(4), pairs[KV].scale(4)) == (2.0, 0.5)
 
 
+def test_ranks_are_those_of_the_configuration(tmp_path: Path) -> None:
+    """The factor on the product depends on the rank, so two values would mean two adapters."""
+    with pytest.raises(AdapterError, match=r"have rank 4, adapter_config.json has 8 \(r, rank_p"):
+        stage(tmp_path, make_adapter(tmp_path / "a", MODULES, rank=4, r=8))
+    stage(tmp_path, make_adapter(tmp_path / "b", MODULES, rank=4, r=8, rank_pattern={".*proj": 4}))
+
+
 def test_the_digest_follows_both_files(tmp_path: Path) -> None:
     digests = {
         PeftFolder.read(make_adapter(tmp_path / f"{number}", MODULES, **changes)).digest
@@ -79,6 +86,9 @@ def test_the_digest_follows_both_files(tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
         ({"alpha_pattern": {"(": 1}}, "alpha_pattern"),
         ({"alpha": "8"}, "lora_alpha is '8'; expected a number"),
+        ({"r": 0}, "r is 0; expected a whole number"),
+        ({"r": "4"}, "r is '4'; expected a whole number"),
+        ({"rank_pattern": {"(": 1}}, "rank_pattern"),
     ],
 )
 def test_configurations_are_refused_by_name(

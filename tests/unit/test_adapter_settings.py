@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from cluster.commands.check import check
 from cluster.config.errors import ConfigError
@@ -74,6 +75,21 @@ def test_paths_start_at_the_yaml_and_ids_at_one(folder: Path) -> None:
     more = config.lora.model_copy(update={"max_loras": 2})
     changed = config.model_copy(update={"lora": more})
     assert config.differs_for_process(changed) == ["lora.max_loras"]
+
+
+def test_each_adapter_that_the_hub_does_not_give_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    paths = "{name: a, path: adapters/a}, {name: fr, path: fr}, {name: b, path: adapters/b}"
+    config = load_config(written(folder, f"{{max_loras: 1, adapters: [{paths}]}}"))
+    with pytest.raises(ConfigError) as refused:
+        resolve_rank_config(config, num_gpus=0)
+    problems = refused.value.problems
+    assert [problem.key for problem in problems] == ["lora.adapters"] * 2
+    for name, problem in zip("ab", problems, strict=True):
+        assert problem.message.startswith(f"{name}: 'adapters/{name}' is no folder here")
+        assert "model.path" not in problem.message
 
 
 def test_check_shows_the_memory_of_the_slots(folder: Path) -> None:

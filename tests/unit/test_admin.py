@@ -249,10 +249,11 @@ def server() -> Iterator[tuple[str, list[Any]]]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             seen.append((self.path, self.headers["authorization"], body))
-            refused = body.get("ranks") == 9
-            answer = {"error": {"message": "no free CPU"}} if refused else {"status": "done"}
+            errors = {8: (401, "a key is needed"), 9: (400, "no free CPU")}
+            status, reason = errors.get(body.get("ranks"), (200, ""))
+            answer = {"error": {"message": reason}} if reason else {"status": "done"}
             text = json.dumps(answer).encode()
-            self.send_response(400 if refused else 200)
+            self.send_response(status)
             self.send_header("content-length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
@@ -281,6 +282,9 @@ def test_the_commands(server, monkeypatch):
     assert seen[2][2] == {"set": ["cache.block_size=32", "overlap.mode=off"]}
     refused = invoke(app, ["scale", "9", url])
     assert refused.exit_code == 1 and "error: no free CPU" in refused.output
+    for variable, found in (("MY_KEY", "has another key"), ("NO_KEY", "is not set")):
+        refused = invoke(app, ["scale", "8", url, "--api-key-env", variable])
+        assert f"a key is needed; the environment variable {variable} {found}" in refused.output
     nobody = invoke(app, ["drain", "http://127.0.0.1:9"])
     assert (
         nobody.exit_code == 1 and "no answer from http://127.0.0.1:9/admin/drain" in nobody.output

@@ -238,6 +238,24 @@ def test_bad_pairs_name_the_field(path: str, fields: dict[str, Any], param: str)
     assert assert_error(api_of(SCORE).post(path, fields), 400)["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"),
+    [
+        ("/rerank", {"query": "", "documents": ["a", "b"]}, "query", "query is empty"),
+        ("/rerank", {"query": "a", "documents": ["x" * 11]}, "documents", "documents has 11"),
+        ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents", "documents[1] is empty"),
+        ("/score", {"text_1": ["a", ""], "text_2": ["b", "c"]}, "text_1", "text_1[1] is empty"),
+        ("/score", {"text_1": "a", "text_2": ["b", ""]}, "text_2", "text_2[1] is empty"),
+    ],
+)
+def test_texts_that_are_embedded_for_a_pair_are_named_by_their_place(
+    path: str, fields: dict[str, Any], param: str, words: str
+):
+    api = Api(PoolingBackend(max_model_len=10), pooling=EMBED)
+    error = assert_error(api.post(path, fields), 400)
+    assert error["param"] == param and words in error["message"], error
+
+
 def test_classes_are_probabilities_with_names():
     api = api_of(CLASSIFY)
     (found,) = api.post("/classify", {"input": "ab"}).json()["data"]

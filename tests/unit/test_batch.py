@@ -119,6 +119,19 @@ def test_all_routes_of_generations(paths) -> None:
     assert found["wrong"]["type"] == "error"
 
 
+def test_a_wrong_value_of_a_line_is_shown(paths) -> None:
+    source, out = paths
+    text = json.dumps({"custom_id": "b", "url": COMPLETIONS, "body": "x"})
+    absent = json.dumps({"custom_id": "c", "url": COMPLETIONS})
+    write(source, request(3), text, absent)
+    run(source, out)
+    assert [item["error"]["message"] for item in results(out)] == [
+        "line 1: custom_id is 3; expected a text",
+        'line 2: body is "x"; expected an object',
+        "line 3: body is missing; expected an object",
+    ]
+
+
 def test_a_wrong_line_is_a_result_and_the_others_run(paths) -> None:
     source, out = paths
     write(source, request("good"), *(line for line, _, _ in BAD_LINES), "", request("last"))

@@ -125,7 +125,10 @@ def test_server_that_answers_nothing() -> None:
         result = bench("--url", url, *SHORT.split())
     assert result.exit_code == 1
     assert "4 x HTTP 500" in result.stdout
-    assert "a server completed no request" in result.stderr
+    assert (
+        f'error: {url} completed no request: HTTP 500: {{"detail": "this server says no"}}'
+        in result.stderr
+    )
 
 
 def test_remarks_on_figures_not_to_trust() -> None:

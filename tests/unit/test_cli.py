@@ -83,6 +83,20 @@ def test_missing_file(tmp_path: Path) -> None:
     assert "no such file" in result.stderr
 
 
+def test_a_model_in_the_place_of_a_yaml_is_refused_with_its_setting(yaml_path: Path) -> None:
+    model = load_config(yaml_path).model.path
+    for path in (model, "Qwen/Qwen3-30B-A3B"):
+        result = run("check", path)
+        assert result.exit_code == 2
+        assert f"--set model.path={path} serves a model" in result.stderr
+    assert "no such file" in run("check", "configs/absent.yaml").stderr
+
+
+def test_a_batch_without_a_yaml_runs_the_demo(tmp_path: Path) -> None:
+    files = ("--input", tmp_path / "absent.jsonl", "--output", tmp_path / "results.jsonl")
+    assert "absent.jsonl: no such file" in run("batch", *files).stderr
+
+
 def test_check_refuses_a_backend_that_cannot_run(
     yaml_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,3 +191,15 @@ def test_the_adapters_of_the_configuration_are_held_from_the_start() -> None:
     adapters = (LoadedAdapter(id=1, name="a", path="/x"),)
     subject.begin(adapters)
     assert subject.listed == adapters and subject.state.held == adapters
+
+
+def test_no_call_waits_for_adapters_of_a_supervisor_that_has_stopped() -> None:
+    async def check() -> None:
+        async with scene(lora=LORA) as now:
+            call = asyncio.ensure_future(now.supervisor.changed_adapters(()))
+            await asyncio.sleep(0)
+            assert not call.done()
+            await now.supervisor.stop()
+            assert await asyncio.wait_for(call, 10) == ()
+
+    run(check())

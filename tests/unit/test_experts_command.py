@@ -80,3 +80,12 @@ def test_servers_without_load_without_groups_and_without_an_answer(served):
     assert run("ftp://x")[0] == 2
     data = json.loads(Api().get("/experts").content)
     assert data == {"groups": []}
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_report(served, tmp_path: Path):
+    _, url = served
+    for option in ("--png", "--save-map"):
+        found = run(url, option, str(tmp_path / "absent" / "file"))
+        assert found == (2, f"error: {option}: folder {tmp_path / 'absent'} does not exist\n")
+    code, text = run(url, "--balanced")
+    assert code == 2 and "--save-map FILE" in text

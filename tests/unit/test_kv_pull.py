@@ -1,6 +1,9 @@
 """What a fetch of KV needs of no other node: check values, limits, runs of units, the settings."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +12,16 @@ import zmq
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from tests.checkpoints.writer import make_checkpoint
+from workers.config import CacheConfig
 from workers.kv_transfer import row_checks
 from workers.kv_transfer.contents import check_values
+from workers.kv_transfer.keeper import KeeperConfig
 from workers.kv_transfer.kv_pull import FetchLimits, _parts, _runs
 from workers.kv_transfer.kv_source import Held, SourceLink, SourceLostError, address_of, source_of
 from workers.kv_transfer.nixl_memory import Run
 from workers.rank import kv_places
+from workers.rank.kv_places import KVPlaces
+from workers.rank.rank_info import Rendezvous
 from workers.wire.secure_socket import StreamAddress
 
 
@@ -54,6 +61,28 @@ def test_a_source_is_text() -> None:
         address_of("tcp://x")
 
 
+def test_servers_share_a_keeper_where_one_process_has_started_their_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two servers of one machine, each in a Ray of its own, have equal names; groups of a pool have one parent."""
+    keepers: list[KeeperConfig] = []
+    monkeypatch.setattr(
+        kv_places, "HostTier", lambda keeper, *args, **sizes: keepers.append(keeper)
+    )
+    config = SimpleNamespace(
+        cache=CacheConfig(host_memory_gib=0.25), model=SimpleNamespace(folder=Path("/none"))
+    )
+    caches: Any = SimpleNamespace(
+        block_bytes=512, slot_bytes=0, window_blocks=0, device=torch.device("cpu")
+    )
+    for parent, store in [(os.getpid(), "a"), (os.getpid(), "a"), (1, "a"), (1, "b")]:
+        monkeypatch.setattr(kv_places.os, "getppid", lambda parent=parent: parent)
+        KVPlaces().connect(config, caches, Rendezvous("127.0.0.1", 0, "group", store=store))  # type: ignore[arg-type]
+    first, of_pool, *others = (keeper.name for keeper in keepers)
+    assert first == of_pool
+    assert len({first, *others}) == 3
+
+
 def test_ucx_takes_the_interface_of_the_address_without_infiniband(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -84,6 +113,15 @@ def test_roles_on_several_nodes_need_the_setting_and_the_setting_needs_memory(
         load_config(path, [*nodes, memory])
     with pytest.raises(ConfigError, match=r"cache.transfer: nixl needs cache.host_memory_gib"):
         load_config(path, [nixl])
+
+
+def test_files_of_kv_need_a_folder(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "tiny", num_layers=1, hidden_size=32, num_experts=4)
+    settings = {"model.path": str(checkpoint), "cache.host_memory_gib": 1}
+    folder, file = tmp_path / "new" / "kv", checkpoint / "config.json"
+    assert load_config({}, settings | {"cache.disk_path": str(folder)}).cache.disk_path
+    with pytest.raises(ConfigError, match=r"cache.disk_path: '.*config.json' is a file; expected"):
+        load_config({}, settings | {"cache.disk_path": str(file)})
 
 
 def test_a_source_that_is_no_address_is_lost() -> None:

@@ -54,6 +54,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             r"num_draft_tokens: 4 drafts .* are 5 rows of one step, .*max_num_batched_tokens is 4",
         ),
         ("qwen3_moe", [ON, "model.max_model_len=4"], "max_model_len is 4; lower the first"),
+        (
+            "qwen3_moe",
+            [ON, "model.task=embed"],
+            "method: ngram drafts tokens, the task embed has none",
+        ),
     ],
 )
 def test_mistakes_are_named(models, family, settings, message) -> None:

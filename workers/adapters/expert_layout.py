@@ -167,6 +167,7 @@ class ExpertLayout:
                 f"{name}: the adapter has {pair.inputs} inputs and {pair.outputs} outputs, the model "
                 f"{product.columns} and {outputs}: it was made for another model"
             )
+        pair.check_declared(name)
         self._check_rank(name, pair.rank)
         if expert not in self.experts:
             return []

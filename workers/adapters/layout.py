@@ -162,6 +162,7 @@ class AdapterLayout:
                 f"{name}: the adapter has {pair.inputs} inputs and {pair.outputs} outputs, the model "
                 f"{product.columns} and {outputs}: it was made for another model"
             )
+        pair.check_declared(name)
         if pair.rank > self.rank:
             raise AdapterError(
                 f"{name}: rank {pair.rank} is above lora.max_rank ({self.rank}); set lora.max_rank: {pair.rank}"

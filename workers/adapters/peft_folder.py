@@ -22,6 +22,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
 MAX_NAMED = 8
+DEFAULT = 8
+"""PEFT's rank and alpha."""
 
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|embedding_([AB])(?:\.default)?)"
@@ -52,6 +54,7 @@ class LoraPair:
     inputs   columns of A
     outputs  rows of B
     alpha, rslora   of the factor on the product
+    declared rank by the configuration, of one expert where the module has several
     """
 
     a: str
@@ -60,11 +63,20 @@ class LoraPair:
     inputs: int
     outputs: int
     alpha: float
-    rslora: bool = False
+    rslora: bool
+    declared: int
 
     def scale(self, rank: int) -> float:
         """Return the factor on the product of matrices of this rank."""
         return self.alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    def check_declared(self, name: str) -> None:
+        """Raise AdapterError if the matrices of a module have another rank than the configuration, as PEFT does."""
+        if self.rank != self.declared:
+            raise AdapterError(
+                f"{name}: its matrices have rank {self.rank}, {CONFIG_FILE} has {self.declared} (r, rank_pattern): the "
+                "files are of two adapters"
+            )
 
 
 @dataclass(frozen=True)
@@ -177,21 +189,31 @@ def _pairs(
                 "equal numbers"
             )
         alpha, rslora = _alpha(config, module, file), bool(config.get("use_rslora"))
-        pairs[module] = LoraPair(found["A"], found["B"], rank, inputs, outputs, alpha, rslora)
+        declared = _of_module(config, "r", "rank_pattern", module, file)
+        if isinstance(declared, bool) or not isinstance(declared, int) or declared < 1:
+            raise AdapterError(f"{file}: r is {declared!r}; expected a whole number above 0")
+        pairs[module] = LoraPair(
+            found["A"], found["B"], rank, inputs, outputs, alpha, rslora, declared
+        )
     return pairs
 
 
-def _alpha(config: Mapping[str, Any], module: str, file: Path) -> float:
-    alpha = config.get("lora_alpha", 8)
-    patterns = config.get("alpha_pattern") or {}
-    for pattern, value in patterns.items():
+def _of_module(
+    config: Mapping[str, Any], key: str, patterns_key: str, module: str, file: Path
+) -> Any:
+    """Return the value of `key` for a module: that of the first pattern which matches its name, or that of all."""
+    for pattern, value in (config.get(patterns_key) or {}).items():
         try:
             matches = re.match(rf"(.*\.)?({pattern})$", module)
         except re.error as error:
-            raise AdapterError(f"{file}: alpha_pattern: {pattern!r}: {error}") from error
+            raise AdapterError(f"{file}: {patterns_key}: {pattern!r}: {error}") from error
         if matches:
-            alpha = value
-            break
+            return value
+    return config.get(key, DEFAULT)
+
+
+def _alpha(config: Mapping[str, Any], module: str, file: Path) -> float:
+    alpha = _of_module(config, "lora_alpha", "alpha_pattern", module, file)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise AdapterError(f"{file}: lora_alpha is {alpha!r}; expected a number")
     return float(alpha)

@@ -42,10 +42,11 @@ class KVPlaces:
         cache, store = config.cache, rendezvous.store
         if self._host is not None or not cache.host_memory_gib or not store:
             return
+        owner = os.getppid(), start_ticks(os.getppid())
         keeper = KeeperConfig(
-            name=hashlib.blake2b(store.encode(), digest_size=16).hexdigest(),
+            name=keeper_name(store, owner),
             num_bytes=int(cache.host_memory_gib * GIB),
-            owner=(os.getppid(), start_ticks(os.getppid())),
+            owner=owner,
             row_bytes=max(LEAST_UNIT, caches.block_bytes or STATE_UNIT),
             disk_path=cache.disk_path,
             disk_bytes=0 if cache.disk_path is None else int(cache.disk_gib * GIB),
@@ -108,6 +109,15 @@ class KVPlaces:
         if self._host is not None:
             self._host.close()
             self._host = None
+
+
+def keeper_name(store: str, owner: tuple[int, int]) -> str:
+    """Return the name of the keeper of a server's ranks on this node.
+
+    Servers of one machine that have a Ray of their own each may have equal `store`s, but not one process that starts
+    ranks: with one keeper, each server would empty the memory of the other.
+    """
+    return hashlib.blake2b(repr((store, *owner)).encode(), digest_size=16).hexdigest()
 
 
 def ucx_environment(address: str) -> dict[str, str]:

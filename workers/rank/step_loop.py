@@ -65,7 +65,11 @@ class StepLoop:
         lost_a_peer = isinstance(error, PeerLeftError) or (
             isinstance(error, LockstepError) and error.__cause__ is None
         )
-        logger.error("the step loop failed: %s", error, exc_info=None if lost_a_peer else error)
+        # Ranks end an epoch together, also where an operator scales or restarts the group: the supervisor logs why.
+        if lost_a_peer:
+            logger.info("the step loop ended: %s", error)
+        else:
+            logger.error("the step loop failed: %s", error, exc_info=error)
         kind = PeerFailedError if lost_a_peer else RankFailedError
         failure = kind(f"{type(error).__name__}: {error}")
         self._outcome.get_loop().call_soon_threadsafe(self._outcome.set_exception, failure)

@@ -189,7 +189,11 @@ class PoolingDrafter:
                     param="instruction",
                 )
             self._check_count(len(firsts) + len(seconds), params[1])
-            prompts = [array("i", self._encode(it, True, keep)) for it in (*firsts, *seconds)]
+            prompts = []
+            for texts, param in zip((firsts, seconds), params, strict=True):
+                of_param = [array("i", self._encode(text, True, keep)) for text in texts]
+                self._check(of_param, param)
+                prompts += of_param
             built = shape(activation="none", num_queries=len(firsts))
         else:
             self._check_count(len(seconds), params[1])
@@ -197,8 +201,8 @@ class PoolingDrafter:
                 array("i", self._pairs.encode(*pair, instruction=request.instruction, keep=keep))
                 for pair in _paired(firsts, seconds)
             ]
+            self._check(prompts, params[1])
             built = shape(activation="none" if raw else self._spec.activation, num_queries=0)
-        self._check(prompts, params[1])
         return self._draft(request, prompts, built, None)
 
     def _draft(
