@@ -7,6 +7,8 @@ holds the weights of a few outputs in registers, read before it waits for the ke
 T rows, D inputs, W outputs.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,10 @@ from kernels.triton.pdl import begin, dependent_launch
 # faster than cuBLAS. H200, 1 and 4 rows, us: 2048 x 4096 6.3 and 8.2 (8.8 and 8.6); 128 x 2048 1.3 and 1.5 (4.9).
 MOST_DEEP_ROWS, MOST_SMALL_ROWS = 4, 32
 DEEP, SMALL_BYTES = 4096, 2**20
+# Most deep rows of weights in FP8 that `hopper_skinny_fp8` takes too, and its MOST_WEIGHTS, because not every GPU can
+# import it. One H200, 2048 x 4096 with the kernel before and the norm behind, us: 11.8 for 4 rows, there 9.9 for 8.
+MOST_ROWS_BESIDE_TENSOR_CORES, MOST_TENSOR_CORE_WEIGHTS = 2, 2**24
+HOPPER = 9  # compute capability, major
 ROWS_OF_A_PROGRAM = 4
 # Bytes of a program's weights, which it holds in registers beside the rows, in each warp.
 WARP_BYTES = 4096
@@ -74,9 +80,23 @@ def takes_skinny(x_TD: torch.Tensor, weights: torch.Tensor | BlockWeights) -> bo
     """Return whether `skinny_linear` computes this product, and faster than a library."""
     num_rows, depth = x_TD.shape
     most = MOST_DEEP_ROWS if depth >= DEEP else 0
+    if most and _has_tensor_cores(weights):
+        most = MOST_ROWS_BESIDE_TENSOR_CORES
     if _small(weights):
         most = MOST_SMALL_ROWS
     return 0 < num_rows <= most and depth <= MOST_DEPTH and x_TD.stride(1) == 1
+
+
+def _has_tensor_cores(weights: torch.Tensor | BlockWeights) -> bool:
+    """Return whether `hopper_skinny_fp8` takes such weights, which are in FP8."""
+    few = isinstance(weights, BlockWeights) and weights.values.numel() <= MOST_TENSOR_CORE_WEIGHTS
+    return few and _hopper()
+
+
+@functools.cache
+def _hopper() -> bool:
+    """Return whether this GPU runs `hopper_skinny_fp8`."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == HOPPER
 
 
 def _small(weights: torch.Tensor | BlockWeights) -> bool:

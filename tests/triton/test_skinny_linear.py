@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels.block_fp8 import dequantise, quantise_blocks
+from kernels.block_fp8 import BlockWeights, dequantise, quantise_blocks
+from kernels.triton import hopper_skinny_fp8
 from kernels.triton import skinny_linear as module
 from kernels.triton.skinny_linear import skinny_linear, takes_skinny
 from tests.closeness import assert_near as assert_within
@@ -73,3 +74,19 @@ def test_what_it_takes() -> None:
     assert not takes_skinny(random(64, 2).t(), random(8, 64))
     deep = torch.empty(1, 2 * module.MOST_DEPTH, device=DEVICE)
     assert not takes_skinny(deep, torch.empty(8, 2 * module.MOST_DEPTH, device=DEVICE))
+
+
+def test_hopper_has_another_kernel_for_deep_rows_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small weights stay here, weights that the other kernel refuses, and one or two rows."""
+    few = module.MOST_ROWS_BESIDE_TENSOR_CORES
+    rows = torch.empty(few + 1, module.DEEP, dtype=torch.bfloat16, device=DEVICE)
+    most = hopper_skinny_fp8.MOST_WEIGHTS
+    assert most == module.MOST_TENSOR_CORE_WEIGHTS
+    for width, elsewhere in ((2048, True), (128, False), (most // module.DEEP + 128, False)):
+        weights = BlockWeights.empty(width, module.DEEP, device=DEVICE)
+        for hopper in (False, True):
+            monkeypatch.setattr(module, "_hopper", lambda hopper=hopper: hopper)
+            assert takes_skinny(rows, weights) != (hopper and elsewhere)
+            assert takes_skinny(rows[:few], weights)
+    monkeypatch.setattr(module, "_hopper", lambda: True)
+    assert takes_skinny(rows, torch.empty(2048, module.DEEP, dtype=torch.bfloat16, device=DEVICE))
