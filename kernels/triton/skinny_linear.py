@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from kernels.block_fp8 import BLOCK, BlockWeights
-from kernels.host.hopper import on_hopper
 from kernels.triton.pdl import begin, dependent_launch
 
 # Most rows of a product with deep rows, and with weights of up to SMALL_BYTES: a skinny form of any other product is no
@@ -24,6 +23,7 @@ DEEP, SMALL_BYTES = 4096, 2**20
 # Most deep rows of weights in FP8 that `hopper_skinny_fp8` takes too, and its MOST_WEIGHTS, because not every GPU can
 # import it. One H200, 2048 x 4096 with the kernel before and the norm behind, us: 11.8 for 4 rows, there 9.9 for 8.
 MOST_ROWS_BESIDE_TENSOR_CORES, MOST_TENSOR_CORE_WEIGHTS = 2, 2**24
+HOPPER = 9  # compute capability, major
 ROWS_OF_A_PROGRAM = 4
 # Bytes of a program's weights, which it holds in registers beside the rows, in each warp.
 WARP_BYTES = 4096
@@ -95,7 +95,8 @@ def _has_tensor_cores(weights: torch.Tensor | BlockWeights) -> bool:
 
 @functools.cache
 def _hopper() -> bool:
-    return on_hopper()
+    """Return whether this GPU runs `hopper_skinny_fp8`."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == HOPPER
 
 
 def _small(weights: torch.Tensor | BlockWeights) -> bool:
