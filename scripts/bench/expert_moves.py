@@ -1,18 +1,23 @@
 """Gaps between tokens of open streams while experts move between ranks, beside the gaps while they stay.
 
     python -m scripts.bench.expert_moves                                    # two CPU ranks, the demo model
-    python -m scripts.bench.expert_moves --share-gpu --config configs/gpu-bench.yaml --set kernels.all2all=allgather \\
+    python -m scripts.bench.expert_moves --ranks 4 --tokens 600 --config configs/gpu-bench.yaml \\
         --set cache.num_blocks=4096 --set 'scheduler.cuda_graph_sizes=[8, 1024]' \\
+        --out docs/results/gpu-expert-moves-four                            # four GPUs, copies between them
+    python -m scripts.bench.expert_moves --share-gpu --tokens 120 --config configs/gpu-bench.yaml \\
+        --set kernels.all2all=allgather --set cache.num_blocks=4096 \\
+        --set 'scheduler.cuda_graph_sizes=[8, 1024]' \\
         --out docs/results/gpu-expert-moves                                 # two ranks on one GPU
 
-Writes OUT.json. One process for each rank, without Ray and HTTP. In a round every rank decodes a fixed number of
-streams; rounds in which experts stay and rounds in which they move take turns, so a slow spell of the machine meets
-both. In a round of moves the next move begins as soon as the last one has ended; each exchanges a share of every rank's
-experts in all layers. A gap is the time between two tokens of a stream, as the rank publishes them.
+Writes OUT.json and OUT.md, also of the rounds until --budget where not all are done by then. One process for each rank,
+without Ray and HTTP. In a round every rank decodes a fixed number of streams; rounds in which experts stay and rounds
+in which they move take turns, so a slow spell of the machine meets both. In a round of moves the next move begins as
+soon as the last one has ended; each exchanges a share of every rank's experts in all layers. A gap is the time between
+two tokens of a stream, as the rank publishes them. Ranks that share a GPU take turns on it, so their gaps are longer
+than those of ranks with a GPU each.
 """
 
 import argparse
-import json
 import logging
 import os
 import random
@@ -38,6 +43,7 @@ from workers.specs.expert_layout import ExpertLayout, ExpertMove
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 
 WARM_TOKENS = 4  # of each stream, before its gaps count: other streams still have prompts
+WARM_UP_TOKENS = 40  # of a stream in the rounds before the first that counts
 MODES = ("still", "moving")
 Found = dict[str, Any]
 
@@ -57,23 +63,22 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.5, help="of a rank's experts that move")
     parser.add_argument("--set", action="append", default=[], help="setting of the configuration")
     add_limits(parser, patience_s=300, budget_s=900)
-    results.add_options(parser, "cpu-expert-moves", drawn=False)
-    options = parser.parse_args()
-    results.cuda_environment.prepare(os.environ)
-    measure(options)
+    results.add_options(parser, "cpu-expert-moves")
+    results.measure_or_redraw(parser.parse_args(), measure, page, lambda found, path: None)
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Run all rounds in processes and write what rank 0 has gathered."""
+    """Run all rounds in processes and write what rank 0 has gathered; without one of each kind, end the command."""
     config = _config(options)
     load = {name: getattr(options, name) for name in ("streams", "prompt", "tokens", "share")}
     with local_rendezvous() as rendezvous:
         task = (config, rendezvous, load, options.rounds)
         outcome = run_group(run_rank, task, config.num_ranks, limits_from_now(options))
-    if outcome.failure is not None:
+    rounds = [report["round"] for report in outcome.reports if "round" in report]
+    rounds = rounds[: len(rounds) // 2 * 2]  # pairs of both kinds
+    if not rounds:
         raise SystemExit(outcome.said())
     (start,) = (report["start"] for report in outcome.reports if "start" in report)
-    rounds = [report["round"] for report in outcome.reports if "round" in report]
     num_gpus = (1 if options.share_gpu else config.num_ranks) if config.device == "cuda" else 0
     found = {
         **results.origin(num_gpus, options.commit),
@@ -82,15 +87,15 @@ def measure(options: argparse.Namespace) -> None:
         "ranks": config.num_ranks,
         **start,
         "load": load,
+        "ended": outcome.failure or "complete",
         "modes": {mode: summary([it for it in rounds if it["mode"] == mode]) for mode in MODES},
     }
     found |= compared(found["modes"])
     results.save(options.out, found)
-    shown = {name: found[name] for name in ("gap_p99_of_still", "longest_gap_more_ms")}
-    modes = {
-        mode: {k: v for k, v in it.items() if k != "rounds"} for mode, it in found["modes"].items()
-    }
-    print(json.dumps({**modes, **shown}, indent=1))
+    results.write(options.out, found, page)
+    print(page(found, options.out.stem), end="")
+    if outcome.failure is not None:
+        raise SystemExit(outcome.failure)
 
 
 def _config(options: argparse.Namespace) -> RankConfig:
@@ -123,11 +128,12 @@ def run_rank(
     info = epoch.start_engine(streams.publish, lambda step: None)
     layers = len(epoch.process.experts.present.layers)
     report({"start": {"backends": info.backends, "layers": layers}})
-    for mode in MODES:  # warms up
-        streams.round(mode)
+    for mode in MODES:
+        streams.round(mode, min(WARM_UP_TOKENS, load["tokens"]))
+        report({"warm": mode})
     for number in range(num_rounds):
         for mode in MODES if number % 2 else MODES[::-1]:
-            report({"round": {"mode": mode, **streams.round(mode)}})
+            report({"round": {"mode": mode, **streams.round(mode, load["tokens"])}})
     epoch.process.close()
 
 
@@ -149,14 +155,17 @@ class Streams:
             if output.token_ids:
                 self._times[output.request_id].append(now)
 
-    def round(self, mode: str) -> Found:
-        """Decode all streams to their end; return the gaps and what has moved."""
+    def round(self, mode: str, tokens: int) -> Found:
+        """Decode all streams to their end, so many tokens each; return the gaps and what has moved.
+
+        move_s   of the moves that have ended before the streams
+        """
         engine, load, moves = self._epoch.engine, self._load, self._epoch.engine.moves
         self._times, committed, cancelled = {}, moves.committed, moves.cancelled
         for _ in range(load["streams"]):
-            self._send(load["tokens"])
+            self._send(tokens)
         seconds: list[float] = []
-        commits, begun, steps = [], None, 0
+        commits, begun, steps, first = [], None, 0, self._number
         running = True
         while running:
             before = moves.committed
@@ -168,7 +177,7 @@ class Streams:
                 seconds.append(now - begun)
                 begun = None
             # A move that begins late would not end in this round.
-            if mode == "moving" and begun is None and WARM_TOKENS < steps < 0.9 * load["tokens"]:
+            if mode == "moving" and begun is None and WARM_TOKENS < steps < 0.9 * tokens:
                 begun = now
                 self._begin()
         self._end_move()
@@ -177,7 +186,7 @@ class Streams:
         return {
             "gaps_ms": [round(gap, 3) for gap in gaps],
             "commit_gaps_ms": self._gaps_at(commits),
-            "moves": len(seconds),
+            "moves": self._number - first,
             "move_s": [round(one, 3) for one in seconds],
             "layers_moved": moves.committed - committed,
         }
@@ -262,21 +271,73 @@ def summary(rounds: list[Found]) -> Found:
 
 
 def _percentiles(values: np.ndarray, name: str) -> Found:
-    p50, p99 = np.percentile(values, [50, 99])
+    p50, p99, p999 = np.percentile(values, [50, 99, 99.9])
     return {
         f"{name}_p50_ms": round(float(p50), 3),
         f"{name}_p99_ms": round(float(p99), 3),
+        f"{name}_p999_ms": round(float(p999), 3),
         f"{name}_max_ms": round(float(values.max()), 3),
     }
 
 
 def compared(modes: Found) -> Found:
-    """Return moving over still: the ratio of the p99, and how much longer the longest gap is."""
+    """Return moving over still, and the longest move.
+
+    gap_p99_of_still            ratio of the p99 of all gaps
+    gap_p99_of_still_of_pairs   median of the ratios of neighbouring rounds: a slow spell of the machine changes it less
+    gap_p999_more_ms            how much longer the p99.9 of all gaps is; longest_gap_more_ms: the longest gap
+    all_layers_s_max            the longest move; None if no move has ended within a round
+    """
     still, moving = (modes[mode] for mode in MODES)
+    p99 = [it["gap_p99_ms"] for it in (still, moving)]
+    of_rounds = [[one["gap_p99_ms"] for one in it["rounds"]] for it in (still, moving)]
+    ratios = [after / before for before, after in zip(*of_rounds, strict=True)]
     return {
-        "gap_p99_of_still": round(moving["gap_p99_ms"] / still["gap_p99_ms"], 3),
+        "gap_p99_of_still": round(p99[1] / p99[0], 3),
+        "gap_p99_of_still_of_pairs": round(median(ratios), 3),
+        "gap_p999_more_ms": round(moving["gap_p999_ms"] - still["gap_p999_ms"], 3),
         "longest_gap_more_ms": round(moving["gap_max_ms"] - still["gap_max_ms"], 3),
+        "all_layers_s_max": moving.get("move_s_max"),
     }
+
+
+def page(found: Found, name: str) -> str:
+    """The gaps of both kinds of rounds, and what moves add."""
+    columns = [
+        ("gap_p50_ms", "median"),
+        ("gap_p99_ms", "p99"),
+        ("gap_p999_ms", "p99.9"),
+        ("gap_max_ms", "longest"),
+    ]
+    lines = [
+        [mode, f"{it['gaps']:,}", *(f"{it[key]:.3f}" for key, _ in columns)]
+        for mode, it in found["modes"].items()
+    ]
+    load, moving = found["load"], found["modes"]["moving"]
+    kinds = ", ".join(f"{family} {kind}" for family, kind in found["backends"].items())
+    moves = "No move ended within a round."
+    if "move_s_p50" in moving:
+        moves = (
+            f"A move of {found['layers']} layers takes {moving['move_s_p50']:.3f} s (median), "
+            f"{found['all_layers_s_max']:.3f} s at most; {moving['moves']} moves."
+        )
+    return "\n".join(
+        [
+            "# Gaps between tokens while experts move",
+            "",
+            f"{results.origin_line(found)} {found['model']}, {found['ranks']} ranks. Backends: {kinds}.",
+            f"{load['streams']} streams a rank of {load['tokens']} tokens; {load['share']:.0%} of each rank's experts "
+            "move. "
+            f"{len(moving['rounds'])} rounds of each kind, ended: {found['ended']}. Milliseconds:",
+            "",
+            results.markdown_table(["experts", "gaps", *(title for _, title in columns)], lines),
+            f"- p99: {found['gap_p99_of_still']:.3f} times the gaps without moves; "
+            f"median of the ratios of neighbouring rounds: {found['gap_p99_of_still_of_pairs']:.3f}",
+            f"- Longest gap: {found['longest_gap_more_ms']:+.3f} ms; p99.9: {found['gap_p999_more_ms']:+.3f} ms",
+            f"- {moves}",
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":

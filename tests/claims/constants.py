@@ -147,6 +147,10 @@ def experts() -> Iterator[str]:
     """docs/experts.md."""
     gpu, cpu = (expert_staging.COMMIT_BYTES[device] >> 20 for device in ("cuda", "cpu"))
     yield f"up to {gpu} MiB on a GPU and {cpu} MiB on a CPU"
+    of_cpu, of_gpu = (expert_staging.PACE[device] for device in ("cpu", "cuda"))
+    yield f"on a CPU the thread runs {of_cpu.share:.0%} of the time, on a GPU"
+    yield f"where it only launches copies, {of_gpu.share:.0%}"
+    yield f"end after {of_cpu.longest_s:.0f} s on a CPU and {1e3 * of_gpu.longest_s:.0f} ms on a GPU"
 
 
 def models() -> Iterator[str]:

@@ -107,8 +107,8 @@ def stopped_rank(rank: int, *args: Any) -> Any:
 
     stage, calls = ExpertStager.stage, []
 
-    def stopping(self: Any, layer: int, slots: Any, waiting: Any) -> Any:
-        staged = stage(self, layer, slots, waiting)
+    def stopping(self: Any, layer: int, slots: Any, waiting: Any, rest: Any) -> Any:
+        staged = stage(self, layer, slots, waiting, rest)
         calls.append(layer)
         if rank == 1 and len(calls) == LAYERS + 2:
             # One process sends both signals, so that this one cannot be stopped after it was continued.

@@ -10,6 +10,7 @@ import pytest
 
 from workers.engine import expert_moves
 from workers.engine.expert_moves import MAX_PAUSE_S, ExpertMoves
+from workers.engine.staging_pace import Pace
 from workers.rank.expert_staging import report
 from workers.specs.expert_layout import ExpertLayout, ExpertMove, LayerLayout
 from workers.step.step_sync import PlanConfig, StepPlan, decide
@@ -25,6 +26,8 @@ class Stager:
     room   layers that may wait for their commit
     """
 
+    pace = Pace(share=1.0, longest_s=0.0)
+
     def __init__(self, room: int = 1) -> None:
         self.held, self.room = [(0, 1)] * LAYERS, room
         self.release = threading.Event()
@@ -37,7 +40,7 @@ class Stager:
     def fits(self, layer: int, slots: tuple[int, ...], waiting) -> bool:
         return len(waiting) < self.room
 
-    def stage(self, layer: int, slots: tuple[int, ...], waiting):
+    def stage(self, layer: int, slots: tuple[int, ...], waiting, rest):
         assert len(waiting) < self.room
         self.calls += 1
         release = self.release  # before the behaviour, because a test sets it after the behaviour
@@ -45,6 +48,7 @@ class Stager:
             raise OSError("the disk is gone")
         if self.behaviour == "stall":
             release.wait(60)
+        rest()
         return layer, slots
 
     def commit(self, staged) -> None:
@@ -184,6 +188,25 @@ def test_a_stager_that_stalls_or_raises_is_cancelled_by_all(ranks, behaviour, ca
         ranks.staged()
         ranks.step()
     assert ranks.stagers[2].held == [(1, 0)] * LAYERS
+
+
+@pytest.mark.parametrize("in_stage", [True, False])
+def test_a_thread_that_rests_holds_up_neither_a_commit_nor_the_end_of_the_move(in_stage):
+    ranks, resting = Ranks(1), threading.Event()
+    (moves,), (stager,) = ranks.moves, ranks.stagers
+    rest = moves._rest
+
+    def noted(move: ExpertMove, seconds: float) -> None:
+        if in_stage == moves._staging:
+            resting.set()
+            rest(move, seconds)
+
+    moves._rest = noted
+    stager.room, stager.pace = LAYERS, Pace(share=1e-9, longest_s=1e9)
+    ranks.begin(1, (1, 0))
+    assert resting.wait(60)
+    assert ranks.step().move_commit == (0 if in_stage else 1)
+    assert stager.calls == 1 and moves.close() and not moves._thread.is_alive()
 
 
 def test_a_move_after_a_stager_that_still_runs_is_cancelled(ranks):

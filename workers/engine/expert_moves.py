@@ -12,30 +12,44 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 from kernels.host.owned import start_thread
+from workers.engine.staging_pace import Pace, Rests
 from workers.specs.expert_layout import ExpertMove
 from workers.step.step_sync import StepPlan
 
 logger = logging.getLogger(__name__)
 
 STALL_S = 20.0
-"""Seconds of steps without progress after which a rank votes to cancel a move. A layer takes milliseconds."""
+"""Seconds of steps without progress after which a rank votes to cancel a move. The rests of a layer are far shorter."""
 MAX_PAUSE_S = 1.0  # between two votes counts as stepping; longer, the group has slept
 LEAVE_S, CLOSE_S = 0.02, 5.0  # for the stager of a move that has ended
 
 
 class Stager(Protocol):
-    """Stages and commits the layers of one rank."""
+    """Stages and commits the layers of one rank.
+
+    pace   of staging one layer
+    """
+
+    pace: Pace
 
     def fits(self, layer: int, slots: tuple[int, ...], waiting: Sequence[Any]) -> bool:
         """Return whether a layer has room beside those that wait for their commit; True if none waits."""
 
-    def stage(self, layer: int, slots: tuple[int, ...], waiting: Sequence[Any]) -> Any:
+    def stage(
+        self,
+        layer: int,
+        slots: tuple[int, ...],
+        waiting: Sequence[Any],
+        rest: Callable[[], None],
+    ) -> Any:
         """Read the experts of this rank that a layer's new map adds, into spare memory. In any thread; may raise.
 
         waiting   what earlier calls have returned, if it may still wait for its commit: its memory is in use
+        rest      called between pieces of work, keeps the pace
         """
 
     def settled(self) -> bool:
@@ -193,14 +207,21 @@ class ExpertMoves:
             waiting = self._room(move, layer, slots)
             if waiting is None:
                 return
+            rest = Rests(self._stager.pace, partial(self._rest, move))
             try:
-                staged = self._stager.stage(layer, slots, waiting)
+                staged = self._stager.stage(layer, slots, waiting, rest)
             finally:
                 self._leave()
             with self._changed:
                 if self._move is not move:
                     return
                 self._staged.append(staged)
+            rest()
+
+    def _rest(self, move: ExpertMove, seconds: float) -> None:
+        """Wait for so many seconds, or until the move has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._move is not move, seconds)
 
     def _room(self, move: ExpertMove, layer: int, slots: tuple[int, ...]) -> tuple[Any, ...] | None:
         """Wait until a layer has room beside those that wait for their commit; None: the move has ended.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from workers.engine.expert_moves import ExpertMoves
+from workers.engine.staging_pace import Pace
 from workers.layers.moe import MoeBlock, StagedMap, flat
 from workers.rank.peer_experts import PeerExperts
 from workers.rank.process import RankProcess
@@ -27,6 +28,8 @@ from workers.weights.slots import slot_of
 
 COMMIT_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
 """Most bytes that one step copies to commit more than one layer: less than 1 ms on an H200, some ms on a CPU."""
+PACE = {"cpu": Pace(share=0.03, longest_s=1.0), "cuda": Pace(share=0.1, longest_s=0.02)}
+"""Of staging one layer. A CPU rank's thread copies on the cores of the steps; on a GPU it only launches copies."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class ExpertStager:
         """Reads the headers of the checkpoint. The process has loaded its weights."""
         assert process.model is not None, "load() comes first"
         self._blocks, self._device = process.model.moe_blocks(), process.device
+        self.pace = PACE[process.device.type]
         self._config, self._experts, self._rank = (
             process.model_config,
             process.experts,
@@ -76,6 +80,9 @@ class ExpertStager:
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            # Memory for small maps, because a call of the driver for memory beside steps may hold them up.
+            with torch.cuda.stream(self._stream):
+                torch.empty(1, device=self._device)
 
     def fits(self, layer: int, slots: tuple[int, ...], waiting: Sequence[StagedLayer]) -> bool:
         """See Stager. One step commits what waits, so several layers have at most COMMIT_BYTES."""
@@ -107,7 +114,11 @@ class ExpertStager:
         return sum(tensor.nbytes // max(1, len(tensor)) for tensor in tensors)
 
     def stage(
-        self, layer: int, slots: tuple[int, ...], waiting: Sequence[StagedLayer] = ()
+        self,
+        layer: int,
+        slots: tuple[int, ...],
+        waiting: Sequence[StagedLayer] = (),
+        rest: Callable[[], None] = lambda: None,
     ) -> StagedLayer:
         """See Stager."""
         coming = self._coming(layer, slots)
@@ -115,9 +126,9 @@ class ExpertStager:
         assert len(places) == len(coming), "the layer does not fit"
         with torch.inference_mode(), self._on_stream():
             if places:
-                self._read(layer, slots, places)
+                self._read(layer, slots, places, rest)
                 if self._stream is not None:
-                    self._stream.synchronize()
+                    _recorded(self._stream).synchronize()
             new = StagedMap.of(slots, self._experts.base, self._rank, self._device)
         pairs = sorted((slot, places[expert]) for expert, slot in coming.items())
         return StagedLayer(layer, pairs, slots, new)
@@ -129,13 +140,20 @@ class ExpertStager:
             self._free.synchronize()
         return torch.cuda.stream(self._stream)
 
-    def _read(self, layer: int, slots: tuple[int, ...], places: dict[int, int]) -> None:
+    def _read(
+        self,
+        layer: int,
+        slots: tuple[int, ...],
+        places: dict[int, int],
+        rest: Callable[[], None],
+    ) -> None:
         """Read experts into these places of the spare memory: from peers, what they lack from the checkpoint."""
         spare, places = self._spare[layer], {**places}
         tensors = flat(spare.parameters)
         for transfer in self._peers.transfers(layer, slots, self._experts.present):
             place = places.pop(transfer.expert)
             self._peers.copy(layer, transfer, [tensor[place] for tensor in tensors])
+            rest()
         if not places:
             return
         entries = [entry for expert in places for entry in self._entries[layer, expert]]
@@ -153,9 +171,16 @@ class ExpertStager:
         with torch.inference_mode():
             block.commit(staged.places, self._spare[staged.layer], staged.map)
         if self._stream is not None:
-            self._free = torch.cuda.current_stream(self._device).record_event()
+            self._free = _recorded(torch.cuda.current_stream(self._device))
         self._experts.moved(staged.layer, staged.slots)
         self._committed(staged.layer)
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Return an event behind the work of a stream. A thread that waits for it sleeps, and leaves its core to others."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
 
 
 def report(process: RankProcess, moves: ExpertMoves, stats: EngineStats) -> ExpertReport:
