@@ -113,8 +113,11 @@ class KVCacheManager:
                 return count, [blocks for _, blocks in found]
             keys = keys[:count]
 
-    def begin_load(self, seq: Sequence, prefix: Prefix) -> bool:
-        """Load more of `seq` than `prefix`; return whether it waits now, outside the scheduler, until `settle`."""
+    def begin_load(self, seq: Sequence, prefix: Prefix) -> bool | None:
+        """Load more of `seq` than `prefix`; return whether it waits now, outside the scheduler, until `settle`.
+
+        None: others hold the places that it needs, until transfers end or the next step begins.
+        """
         new = seq.request.needs_every_row and not seq.num_output_tokens
         if self.transfers is None or not self._enabled or new:
             return False
@@ -122,7 +125,11 @@ class KVCacheManager:
         blocks = prefix.all_blocks
         self.pool.share(blocks)  # without room for the load, the sequence starts behind them
         try:
-            return self.transfers.begin_load(seq, keys, prefix.num_tokens // self.block_size)
+            num_found, need = (
+                prefix.num_tokens // self.block_size,
+                self.demand.blocks(seq.num_tokens),
+            )
+            return self.transfers.begin_load(seq, keys, num_found, need)
         finally:
             self.pool.release(blocks)
 
@@ -172,10 +179,20 @@ class KVCacheManager:
             self._register_filled()
             self.transfers.save(all_of_them=True)
 
-    def fits(self, seq: Sequence, prefix: Prefix) -> bool:
-        """Return whether there are blocks for all known tokens of `seq`, so that a prompt that starts can finish."""
-        need = self.demand.blocks(seq.num_tokens) - len(prefix.all_blocks)
-        return need <= self.pool.num_free_besides(prefix.all_blocks)
+    def fits(self, seq: Sequence, prefix: Prefix, *, goes_on: bool = True) -> bool:
+        """Return whether there are blocks for all known tokens of `seq`, so that a prompt that starts can finish.
+
+        Blocks that sequences before it lack, which begin behind loads, are not for `seq`.
+
+        goes_on   something runs or moves that gives memory back later
+        """
+        blocks = prefix.all_blocks
+        need, free = (self.demand.blocks(seq.num_tokens) - len(blocks), self.pool.num_free_besides)
+        if self.transfers is not None:
+            if need + self.transfers.num_promised(seq, len(blocks)) > free(blocks):
+                self.transfers.give_way(seq if goes_on else None)
+            need += self.transfers.num_promised(seq, len(blocks))
+        return need <= free(blocks)
 
     def allocate(self, seq: Sequence, prefix: Prefix, num_new: int) -> None:
         """Give `seq`, which has a row and starts behind `prefix` with `num_new` tokens, its memory in every group.
@@ -185,6 +202,8 @@ class KVCacheManager:
         self.pool.share(prefix.all_blocks)
         for group, blocks in zip(self.groups, prefix.blocks, strict=True):
             group.allocate(seq, prefix, blocks, num_new)
+        if self.transfers is not None:
+            self.transfers.started(seq)
         if not self._enabled:
             return
         num_found = prefix.num_tokens // self.block_size
@@ -212,6 +231,8 @@ class KVCacheManager:
         for group in self.groups:
             group.leave_behind(seq, self._register)
         seq.capacity = min([group.grow(seq, num_tokens) for group in self.groups])
+        if not seq.capacity and self.transfers is not None and self.transfers.give_way():
+            seq.capacity = min([group.grow(seq, num_tokens) for group in self.groups])
         return seq.capacity > 0
 
     @property

@@ -34,6 +34,7 @@ class StateSnapshots:
         self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the longest unused first
         self._held: Counter[int] = Counter()  # slots by the number of holders
+        self._taken: set[int] = set()  # of these, those with contents from elsewhere
         self._never_used: set[bytes] = set()
         self._num_lost = self._num_prompts = 0
 
@@ -95,10 +96,14 @@ class StateSnapshots:
         return slot
 
     def hold(self, key: bytes) -> int | None:
-        """Hold the slot with the snapshot of `key`; None: there is none."""
+        """Hold the slot with the snapshot of `key`; None: there is none.
+
+        A copy outside the device keeps the snapshot for later sequences, so the holder counts as a use.
+        """
         slot = self._slot_of.get(key)
         if slot is not None:
             self._held[slot] += 1
+            self._never_used.discard(key)
         return slot
 
     def hold_slot(self, slot: int) -> None:
@@ -107,20 +112,22 @@ class StateSnapshots:
         self._held[slot] += 1
 
     def take(self) -> int | None:
-        """Hold a slot for a snapshot that comes from elsewhere, at once; None: there is none.
+        """Hold a slot for a snapshot that comes from elsewhere, at once; None: there is none for now.
 
+        Half of the slots are left for snapshots that running prompts leave: one without a slot is lost for all places.
         The copies before the next forward have not begun, and so neither read nor fill the slot.
         """
+        if self._taken and len(self._taken) >= self.count // 2:
+            return None
         slot = self._free_slot({slot for copy in self.copies for slot in copy})
         if slot is not None:
             self._held[slot] += 1
+            self._taken.add(slot)
         return slot
 
     def enter(self, key: bytes, slot: int) -> None:
         """Let the snapshot of `key` be found in a slot that was taken. A second one of the same key is not found."""
-        if key not in self._slot_of:
-            self._slot_of[key] = slot
-            self._never_used.add(key)
+        self._slot_of.setdefault(key, slot)
 
     def let_go(self, slots: Iterable[int]) -> None:
         """Hold these slots no more."""
@@ -128,6 +135,7 @@ class StateSnapshots:
             self._held[slot] -= 1
             if not self._held[slot]:
                 del self._held[slot]
+                self._taken.discard(slot)
                 if slot not in self._slot_of.values():
                     self._free.append(slot)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Places
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from workers.kv_cache.arrived_prefixes import ArrivedPrefixes, Held
 from workers.kv_cache.group import CacheGroup, Filled
 from workers.kv_transfer.connector import NOWHERE, Item, KVConnector, KVFetcher, Transfer
 from workers.step.sequence import Sequence
@@ -33,12 +34,14 @@ class Load(NamedTuple):
     A fetch from another node holds no places; the sequence looks again when it has ended.
 
     keys   of the blocks that come
+    lacks  blocks that the sequence needs beside those that it holds, to start
     """
 
     seq: Sequence
-    held: list[tuple[CacheGroup, int]]
+    held: Held
     coming: list[tuple[CacheGroup, Item]]
     keys: list[bytes]
+    lacks: int = 0
 
 
 @dataclass
@@ -83,13 +86,14 @@ class BlockTransfers:
         self._filled: deque[tuple[int, Filled]] = deque()  # by the launch that fills them
         self._unsaved: dict[bytes, Filled] = {}
         self._oldest = 0.0
-        self._saves: dict[Transfer, list[tuple[CacheGroup, int]]] = {}
+        self._saves: dict[Transfer, Held] = {}
         self._loads: dict[Transfer, Load] = {}
         self._most_held = max(1, num_blocks // HELD_SHARE)
         self._most_unsaved = 2 * num_blocks
         self._coming: set[bytes] = set()  # keys of blocks that are loaded now
         self.num_ended = 0
         self._parked: list[Sequence] = []  # they wait for loads of other sequences
+        self._arrived = ArrivedPrefixes(self._let_go)
         self.counts = TransferCounts()
         for connector in connectors:
             connector.bind(contents)
@@ -125,26 +129,32 @@ class BlockTransfers:
         """Let `seq` wait for the end of a load."""
         self._parked.append(seq)
 
-    def begin_load(self, seq: Sequence, keys: list[bytes], num_found: int) -> bool:
+    def begin_load(
+        self, seq: Sequence, keys: list[bytes], num_found: int, num_blocks: int
+    ) -> bool | None:
         """Load what follows the first `num_found` blocks of `seq`; return False if there is nothing, or no room.
 
-        keys   of all blocks behind which `seq` may start. While it has no row, a sequence tries once.
+        keys        of all blocks behind which `seq` may start. While it has no row, a sequence tries once.
+        num_blocks  that `seq` needs to start
+
+        Return None if others hold the places for now.
         """
         if self._begin_fetch(seq, keys, num_found):
             return True
         if seq.load_tried > seq.num_preemptions:
             return False
-        seq.load_tried = seq.num_preemptions + 1
-        best, chosen = num_found + self._min_gain - 1, None
+        best, chosen, load = num_found + self._min_gain - 1, None, None
         for connector in self._connectors:
             count = self._count(keys, connector.found(seq.request, keys))
             if count > best:
                 best, chosen = count, connector
-        if chosen is None:
+        if chosen is not None and (load := self._take_places(seq, keys[:best])) is None:
+            return None
+        seq.load_tried = seq.num_preemptions + 1
+        if chosen is None or load is None:
             return False
-        load = self._take_places(seq, keys[:best])
-        if load is None:
-            return False
+        num_held = sum(not group.is_state for group, _ in load.held)
+        load = load._replace(lacks=max(0, num_blocks - num_held))
         items = [item for _, item in load.coming]
         transfer = Transfer(items, seq.request, private=bool(seq.request.adapter))
         self._loads[transfer] = load
@@ -187,6 +197,30 @@ class BlockTransfers:
 
     def _take_places(self, seq: Sequence, keys: list[bytes]) -> Load | None:
         """Hold what the device has of a prefix, and take places for the rest; None: there is no room."""
+        load = self._try_places(seq, keys)
+        if load is None and self.give_way(seq):
+            load = self._try_places(seq, keys)
+        return load
+
+    def num_promised(self, seq: Sequence, num_blocks: int) -> int:
+        """Return how many blocks the sequences before `seq` in order lack that begin behind a load.
+
+        num_blocks   that `seq` would start behind
+        """
+        self._arrived.starts_behind(seq, num_blocks)
+        loading = (it for it in self._loads.values() if not it.seq.finished)
+        lacking = sum(load.lacks for load in loading if load.seq.order < seq.order)
+        return lacking + self._arrived.num_promised(seq)
+
+    def started(self, seq: Sequence) -> None:
+        """Enter the start of `seq`, which holds its prefix itself now."""
+        self._arrived.started(seq)
+
+    def give_way(self, seq: Sequence | None = None) -> bool:
+        """Let go of what has come for waiting sequences behind `seq` in order, or for all; return whether any had."""
+        return self._arrived.give_way(seq)
+
+    def _try_places(self, seq: Sequence, keys: list[bytes]) -> Load | None:
         load = Load(seq, [], [], [])
         for group in self._groups:
             for number in group.needed(len(keys)):
@@ -210,6 +244,7 @@ class BlockTransfers:
         for place in self._places():
             for transfer in place.ended():
                 ready += self._end(transfer)
+        self._arrived.drop_finished()
         return [seq for seq in ready if not seq.finished]
 
     def _end(self, transfer: Transfer) -> list[Sequence]:
@@ -221,7 +256,7 @@ class BlockTransfers:
         for group, item in load.coming:
             if item.name in transfer.done:
                 group.enter(item.key, item.place)
-        self._let_go(load.held)
+        self._arrived.hold(load.seq, load.held, load.lacks)
         self._coming.difference_update(load.keys)
         if load.coming:
             self._note(transfer, load)
@@ -238,7 +273,7 @@ class BlockTransfers:
         for place, share in transfer.origin.items():
             counts.restored[place] += round(came * share / max(1, sum(transfer.origin.values())))
 
-    def _let_go(self, held: list[tuple[CacheGroup, int]]) -> None:
+    def _let_go(self, held: Held) -> None:
         for group in self._groups:
             group.let_go([place for other, place in held if other is group])
 
@@ -285,7 +320,7 @@ class BlockTransfers:
 
     def _save_some(self, room: int) -> bool:
         """Begin to save up to `room` contents that are all private, or all not; return whether there were any."""
-        items, held, private = list[Item](), list[tuple[CacheGroup, int]](), None
+        items, held, private = list[Item](), Held(), None
         for name, filled in list(self._unsaved.items()):
             if len(items) >= room or private not in (None, filled.private):
                 break
@@ -332,7 +367,8 @@ class BlockTransfers:
 
     def owners(self, group: CacheGroup) -> Iterable[int]:
         """Return the places of a group that transfers hold, each as often as they do."""
-        held = [*self._saves.values(), *(load.held for load in self._loads.values())]
+        loading = (load.held for load in self._loads.values())
+        held = [*self._saves.values(), *loading, *self._arrived.places]
         return [place for places in held for other, place in places if other is group]
 
     def gauges(self) -> dict[str, float]:
@@ -354,4 +390,5 @@ class BlockTransfers:
         for place in self._places():
             place.unbind()
         self.settle()
+        self.give_way()
         assert not self._loads and not self._saves, "a connector has not ended its transfers"

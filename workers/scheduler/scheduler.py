@@ -288,9 +288,13 @@ class Scheduler:
             num_new = min(num_remaining, budget)
             if num_new < num_remaining and not self._config.chunked_prefill:
                 break
-            if not self.cache.fits(seq, prefix):
+            goes_on = bool(work or self.running) or self.cache.transfers_ended is not None
+            if not self.cache.fits(seq, prefix, goes_on=goes_on):
                 break
-            if self.cache.begin_load(seq, prefix) or not self._holds_images(seq, prefix):
+            is_loaded = self.cache.begin_load(seq, prefix)
+            if is_loaded is None and goes_on:
+                break
+            if is_loaded or not self._holds_images(seq, prefix):
                 del self.waiting[index]
                 continue
             if not self._adapter_users.take(seq, self.adapters):
