@@ -153,10 +153,10 @@ def prompts(at: Inputs, *, window: int | None, fp8: bool = False) -> None:
 
 def copy_pieces_there_and_back(at: Inputs) -> None:
     """There and back, of words of 8 bytes, as released models have them."""
-    from kernels.triton.copy_pieces import PieceTable, copy_pieces
+    from workers.kv_transfer.contents import copy_on_device
 
     pieces = [at.rows(2048).new_zeros(4, 4096, dtype=torch.uint8) for _ in range(3)]
-    table, places = PieceTable.of(pieces), torch.zeros(at.size, dtype=torch.int64)
+    copy, places = copy_on_device(pieces), torch.zeros(at.size, dtype=torch.int64)
     rows = at.rows(1)[:0].new_zeros(at.size, 3 * 4096 + 64 * at.offset, dtype=torch.uint8)
     for to_rows in (True, False):
-        copy_pieces(table, places.to(at.device), rows, to_rows=to_rows)
+        copy(places.to(at.device), rows, to_rows=to_rows)

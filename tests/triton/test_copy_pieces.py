@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from kernels.interface.kv_layout import KVGroup, KVLayout, PagedFp8Heads, PagedHeads, PagedLatents
-from kernels.triton.copy_pieces import PieceTable, copy_pieces
 from tests.triton.device import DEVICE
-from workers.kv_transfer.contents import Rows, block_pieces, check_values
+from workers.kv_transfer.contents import Rows, block_pieces, check_values, copy_on_device
 
 PLACES = [4, 0, 9]
 
@@ -34,19 +33,22 @@ def test_rows_there_and_back(layout: KVLayout, block_size: int) -> None:
     group = KVGroup(layout, (0, 1))
     rows = Rows(block_pieces([group], caches, 10, block_size, 2))
     expected = torch.zeros(len(PLACES), rows.row_bytes, dtype=torch.uint8)
-    rows.pack(PLACES, expected)
+    checks = rows.pack(PLACES, expected)
+    assert torch.equal(checks, check_values(expected))
 
     device_caches = [cache.to(DEVICE) for cache in caches]
     pieces = block_pieces([group], device_caches, 10, block_size, 2)
-    table = PieceTable.of(pieces)
+    copy = copy_on_device(pieces)
     found = torch.zeros_like(expected).to(DEVICE)
-    copy_pieces(table, torch.tensor(PLACES, device=DEVICE), found, to_rows=True)
-    assert torch.equal(found.cpu(), expected)
-    assert torch.equal(check_values(found).cpu(), check_values(expected))
+    packed = copy(torch.tensor(PLACES, device=DEVICE), found, to_rows=True)
+    assert torch.equal(found.cpu(), expected) and torch.equal(packed.cpu(), checks)
 
     before = [cache.clone() for cache in device_caches]
-    copy_pieces(table, torch.tensor([1, 2, 3], device=DEVICE), found, to_rows=False)
-    rows.unpack(expected, [1, 2, 3])
+    found[1, 3] ^= 8
+    expected[1, 3] ^= 8
+    unpacked = copy(torch.tensor([1, 2, 3], device=DEVICE), found, to_rows=False)
+    assert torch.equal(rows.unpack(expected, [1, 2, 3]), unpacked.cpu())
+    assert (unpacked.cpu() == checks).tolist() == [True, False, True]
     assert all(torch.equal(a.cpu(), b) for a, b in zip(device_caches, caches, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(device_caches, before, strict=True))
 
@@ -54,7 +56,8 @@ def test_rows_there_and_back(layout: KVLayout, block_size: int) -> None:
 def test_no_rows() -> None:
     pieces = [torch.zeros(4, 16, dtype=torch.uint8, device=DEVICE)]
     none = torch.zeros(0, 64, dtype=torch.uint8, device=DEVICE)
-    copy_pieces(PieceTable.of(pieces), torch.zeros(0, dtype=torch.int64), none, to_rows=True)
+    copy = copy_on_device(pieces)
+    assert copy(torch.zeros(0, dtype=torch.int64), none, to_rows=True).tolist() == []
 
 
 @pytest.mark.parametrize("word", [0, 3, 500])

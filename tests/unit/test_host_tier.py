@@ -1,5 +1,6 @@
 """The host tier of a CPU: bytes come back equal or not at all, whatever ends meanwhile."""
 
+import threading
 import time
 from multiprocessing import Pipe
 from pathlib import Path
@@ -136,3 +137,55 @@ def test_nothing_is_left_open_when_caches_are_unbound():
         late = Transfer(case.blocks([0]))
         case.tier.load(late)
         assert case.tier.ended() == [late] and not late.done
+
+
+class Event:
+    """The end of work of a device, which the test sets."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.awaited = threading.Event()
+
+    def set(self) -> None:
+        self._done.set()
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+    def synchronize(self) -> None:
+        self.awaited.set()
+        assert self._done.wait(60), "the work does not end"
+
+
+def test_a_load_does_not_wait_behind_a_save_that_cannot_begin(monkeypatch):
+    """Both wait for the device; the load, which was queued later, moves first. Waits are no time of copies."""
+    with tier_case("cpu", "heads") as case:
+        first = case.run(Transfer(case.blocks([0, 1])), load=False)
+        works, order = [Event(), Event()], list[bool]()
+        waiting = iter(works)
+        monkeypatch.setattr(case.tier, "_launched_work", lambda: next(waiting))
+        copies = case.tier._copies
+        assert copies is not None
+        for is_load, name in ((True, "load"), (False, "save")):
+            copy = getattr(copies, name)
+
+            def noted(*arguments, copy=copy, is_load=is_load):
+                assert all(work.query() for work in works), "the device still works"
+                order.append(is_load)
+                return copy(*arguments)
+
+            monkeypatch.setattr(copies, name, noted)
+        save, load = Transfer(case.blocks([2, 3], "other")), Transfer(first.items)
+        case.tier.save(save)
+        assert works[0].awaited.wait(60)
+        case.tier.load(load)
+        with case.tier._changed:  # the thread sees both ends together
+            for work in works:
+                work.set()
+        ended = list[Transfer]()
+        deadline = time.monotonic() + 60
+        while len(ended) < 2 and time.monotonic() < deadline:
+            ended += case.tier.ended()
+            time.sleep(1e-3)
+        assert ended == [load, save] and order == [True, False]
+        assert load.done == {item.name for item in first.items}

@@ -10,7 +10,6 @@ N rows, P bytes of a piece, W words of 8 bytes.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -42,28 +41,32 @@ class Rows:
         """Make rows a whole number of units long."""
         self.row_bytes = -(-self.row_bytes // unit_bytes) * unit_bytes
 
-    def pack(self, places: Sequence[int], rows_NB: torch.Tensor) -> None:
+    def pack(self, places: Sequence[int], rows_NB: torch.Tensor) -> torch.Tensor:
         """Copy the contents of `places` to the rows uint8 [N, row_bytes], on the caches' device and current stream.
 
-        Bytes behind the last piece become zero.
+        Bytes behind the last piece become zero. Return the check values of the rows, int64 [N].
         """
         places_N = self._on_device(places)
-        rows_NB[:, self._ends[-1] :] = 0
+        if self._ends[-1] < self.row_bytes:
+            rows_NB[:, self._ends[-1] :] = 0
         if self._kernel is not None:
-            self._kernel(places_N, rows_NB, to_rows=True)
-            return
+            return self._kernel(places_N, rows_NB, to_rows=True)
         for piece, end in zip(self.pieces, self._ends, strict=True):
             part = rows_NB[:, end - piece.shape[1] : end]
             part.copy_(piece[places_N])
+        return check_values(rows_NB)
 
-    def unpack(self, rows_NB: torch.Tensor, places: Sequence[int]) -> None:
-        """Copy rows, as `pack` has made them, to `places`, no two of which are equal."""
+    def unpack(self, rows_NB: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+        """Copy rows, as `pack` has made them, to `places`, no two of which are equal; return their check values.
+
+        On a GPU the bytes behind the last piece, which nothing reads, do not count.
+        """
         places_N = self._on_device(places)
         if self._kernel is not None:
-            self._kernel(places_N, rows_NB, to_rows=False)
-            return
+            return self._kernel(places_N, rows_NB, to_rows=False)
         for piece, end in zip(self.pieces, self._ends, strict=True):
             piece[places_N] = rows_NB[:, end - piece.shape[1] : end]
+        return check_values(rows_NB)
 
     def warm_up(self) -> None:
         """Compile what copies rows, if anything does, while nothing runs: place 0 is copied to itself."""
@@ -72,8 +75,7 @@ class Rows:
                 1, self.row_bytes, dtype=torch.uint8, device=self.pieces[0].device
             )
             self.pack([0], buffer_NB)
-            self.unpack(buffer_NB, [0])
-            check_values(buffer_NB).cpu()
+            self.unpack(buffer_NB, [0]).cpu()
 
     def _on_device(self, places: Sequence[int]) -> torch.Tensor:
         places_N = torch.from_numpy(np.array(places, dtype=np.int64))
@@ -82,13 +84,25 @@ class Rows:
         return places_N.pin_memory().to(self.pieces[0].device, non_blocking=True)
 
 
-def _kernel_of(pieces: Sequence[torch.Tensor]) -> Callable[..., None] | None:
-    """Return the kernel that copies the pieces of a GPU; None on CPU."""
+def _kernel_of(pieces: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor] | None:
+    """Return the kernel that copies the pieces of a GPU and returns check values; None on CPU."""
     if not pieces or pieces[0].device.type != "cuda":
         return None
+    return copy_on_device(pieces)
+
+
+def copy_on_device(pieces: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the function that copies places int64 [N] to rows, or back, and returns the rows' check values."""
     from kernels.triton.copy_pieces import PieceTable, copy_pieces
 
-    return partial(copy_pieces, PieceTable.of(pieces))
+    table = PieceTable.of(pieces)
+
+    def copy(places_N: torch.Tensor, rows_NB: torch.Tensor, *, to_rows: bool) -> torch.Tensor:
+        checks_N = torch.full((len(rows_NB),), ODD, dtype=torch.int64, device=rows_NB.device)
+        copy_pieces(table, places_N, rows_NB, checks_N, factor=ODD, to_rows=to_rows)
+        return checks_N
+
+    return copy
 
 
 class CacheContents:
@@ -148,7 +162,7 @@ def check_values(rows_NB: torch.Tensor) -> torch.Tensor:
     """Return int64 [N], on the rows' device: a sum of each row's words, each with an odd factor of its place, mod 2^64.
 
     A change of one word always changes the sum, another accidental change does with all probability but 2^-64.
-    Padding counts, so it must be equal when the row is checked: both sides keep it zero.
+    Padding counts, unless it is zero, as `Rows.pack` leaves it.
     """
     words_NW = rows_NB.view(torch.int64)
     found_N = torch.full((len(words_NW),), ODD, dtype=torch.int64, device=rows_NB.device)

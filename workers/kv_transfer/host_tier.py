@@ -1,7 +1,8 @@
 """The host tier: contents that leave the device of a rank stay in the memory of its node, for all ranks of the node.
 
 A thread of its own talks to the node's keeper and copies rows. It connects at once, so that the keeper finds its ranks,
-and again after the keeper was lost. Loads come before saves, because sequences wait for them.
+and again after the keeper was lost. Loads come before saves, because sequences wait for them. A transfer begins once
+the device has done the work before it, and no transfer that can begin waits for another one that cannot.
 """
 
 import logging
@@ -44,7 +45,10 @@ def unit_bytes_of(contents: CacheContents) -> int:
 
 @dataclass(eq=False)
 class _Job:
-    """A transfer in the queue of the thread."""
+    """A transfer in the queue of the thread. after: the device has done the work before it; None: it is done.
+
+    damaged   names of rows that were loaded and have other bytes; None: nothing was looked for
+    """
 
     transfer: Transfer
     contents: CacheContents
@@ -52,6 +56,12 @@ class _Job:
     after: torch.cuda.Event | None = None
     forgotten: set[bytes] = field(default_factory=set)
     begun: float = field(default_factory=time.perf_counter)
+    damaged: list[bytes] | None = None
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether the device has done the work before the transfer."""
+        return self.after is None or self.after.query()
 
 
 class HostTier(KVConnector):
@@ -154,10 +164,8 @@ class HostTier(KVConnector):
             logger.warning("the keeper of this node's KV does not answer; this rank does not wait")
 
     def _put(self, transfer: Transfer, *, is_load: bool) -> None:
-        """Queue a transfer behind the launched work of the current stream; on CPU that work is done."""
-        after = None
-        if self._device.type == "cuda":
-            after = torch.cuda.current_stream(self._device).record_event()
+        """Queue a transfer behind the launched work of the current stream."""
+        after = self._launched_work()
         with self._changed:
             if self._ready is not None and self._contents is not None:
                 job = _Job(transfer, self._contents, is_load, after)
@@ -166,6 +174,13 @@ class HostTier(KVConnector):
                 return
             self._ended.append(transfer)
         self.on_ended()
+
+    def _launched_work(self) -> torch.cuda.Event | None:
+        """Return the end of the work that the current stream has by now; None on CPU, where it is done."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        return torch.cuda.current_stream(self._device).record_event(event)
 
     def _end_all(self) -> None:
         """End what waits, with nothing; the caller holds `_changed`."""
@@ -228,16 +243,18 @@ class HostTier(KVConnector):
                 self._changed.notify_all()
 
     def _take(self) -> _Job | None:
-        """Wait for a transfer, or for a reason to look again."""
+        """Return a transfer that can begin, or wait for one or for a reason to look again, and return None."""
         with self._changed:
             if not (self._loads or self._saves or self._closing or self._has_news):
                 self._changed.wait(RETRY_S if self._contents is None else COUNTS_S)
-            job, forgotten = None, list[bytes]()
+            forgotten = list[bytes]()
             # Without a keeper the names stay: the next one, which may find files, has to forget them.
             if self._client is not None:
                 forgotten, self._forgotten = self._forgotten, forgotten
-            if queue := self._loads or self._saves:
-                job = self._moving = queue.popleft()
+            queues = [queue for queue in (self._loads, self._saves) if queue]
+            first = min((queue[0] for queue in queues), key=lambda it: it.begun, default=None)
+            ready = next((queue for queue in queues if queue[0].can_begin), None)
+            job = self._moving = None if ready is None else ready.popleft()
         if forgotten and self._client is not None:
             try:
                 self._client.forget(forgotten)
@@ -245,6 +262,8 @@ class HostTier(KVConnector):
                 with self._changed:
                     self._forgotten += forgotten
                 self._lost(error)
+        if job is None and first is not None and first.after is not None:
+            first.after.synchronize()
         return job
 
     @property
@@ -262,6 +281,16 @@ class HostTier(KVConnector):
         with self._changed:
             self._end_moving(job, done)
         self.on_ended()
+        self._release(job)
+
+    def _release(self, job: _Job) -> None:
+        """End the use of what a load has found, behind its end, because a sequence waits for that."""
+        if job.damaged is None or self._client is None:
+            return
+        try:
+            self._client.release(job.damaged)
+        except Exception as error:
+            self._lost(error)
 
     def _end_moving(self, job: _Job, done: set[bytes]) -> None:
         """End the transfer that the thread has taken, unless `unbind` has; the caller holds `_changed`."""
@@ -282,7 +311,7 @@ class HostTier(KVConnector):
         try:
             started = time.perf_counter()
             copy = copies.load if job.is_load else copies.save
-            checks = copy(job.contents, rows, job.after)
+            checks = copy(job.contents, rows)
             self._count(what, rows, time.perf_counter() - started)
             return checks
         finally:
@@ -312,13 +341,15 @@ class HostTier(KVConnector):
         assert client is not None
         found = client.find([item.name for item in transfer.items])
         rows, expected, origin = [], [], Counter[str]()
+        sizes = [self._num_units(job, is_state) for is_state in (False, True)]
         for item, it in zip(transfer.items, found, strict=True):
-            if it is not None and len(it[0]) == self._place_of(job, item).num_units:
+            if it is not None and len(it[0]) == sizes[item.is_state]:
                 rows.append(RowPlace(item, it[0]))
                 expected.append(it[1])
                 origin[it[2]] += 1
         checks = self._copy(job, "loaded", rows)
-        done, damaged = set[bytes](), []
+        done = set[bytes]()
+        damaged = job.damaged = []
         for row, check, right in zip(rows, checks, expected, strict=True):
             if check == right:
                 done.add(row.item.name)
@@ -330,12 +361,13 @@ class HostTier(KVConnector):
             )
         self._counts["missed"] += len(transfer.items) - len(rows)
         transfer.origin = dict(origin)
-        client.release(damaged)
         return done
 
+    def _num_units(self, job: _Job, is_state: bool) -> int:
+        return job.contents.of(is_state).row_bytes // self._unit_bytes
+
     def _place_of(self, job: _Job, item: Item) -> Place:
-        num_units = job.contents.of(item.is_state).row_bytes // self._unit_bytes
-        private = job.transfer.private
+        num_units, private = self._num_units(job, item.is_state), job.transfer.private
         return Place(item.key, item.suffix, item.parent, item.number, num_units, private)
 
     def _count(self, what: str, rows: list[RowPlace], seconds: float) -> None:

@@ -16,10 +16,13 @@ from typing import NamedTuple
 import torch
 
 from workers.kv_transfer.connector import Item
-from workers.kv_transfer.contents import CacheContents, Rows, check_values
+from workers.kv_transfer.contents import CacheContents, Rows
 
-BUFFER_BYTES = 2**25
-"""Bytes of a buffer that holds several rows; a larger row has a buffer of its own size."""
+BUFFER_BYTES = 2**26
+"""Bytes of a buffer that holds several rows; a larger row has a buffer of its own size.
+
+The link needs a millisecond for them, many times what the thread needs for the calls of a batch.
+"""
 REGISTER_BYTES = 2**30
 """Bytes of host memory that are pinned at once, because CUDA's other calls wait meanwhile."""
 
@@ -38,16 +41,12 @@ class RowCopies(ABC):
         self.memory, self.unit_bytes = memory, 0
 
     @abstractmethod
-    def save(
-        self, contents: CacheContents, rows: Sequence[RowPlace], after: torch.cuda.Event | None
-    ) -> list[int]:
-        """Copy rows to the memory; return their check values. `after`: the contents are there from this event on."""
+    def save(self, contents: CacheContents, rows: Sequence[RowPlace]) -> list[int]:
+        """Copy rows to the memory; return their check values."""
 
     @abstractmethod
-    def load(
-        self, contents: CacheContents, rows: Sequence[RowPlace], after: torch.cuda.Event | None
-    ) -> list[int]:
-        """Copy rows to the device, where they may be written from `after` on; return the check values of what came."""
+    def load(self, contents: CacheContents, rows: Sequence[RowPlace]) -> list[int]:
+        """Copy rows to the device; return the check values of what came."""
 
     def close(self) -> None:  # noqa: B027 - on CPU there is nothing to release
         """Release the memory of the copies."""
@@ -80,26 +79,22 @@ def units_of(batch: Sequence[RowPlace]) -> list[int]:
 class CpuCopies(RowCopies):
     """Copies of the caches of a CPU."""
 
-    def save(
-        self, contents: CacheContents, rows: Sequence[RowPlace], after: torch.cuda.Event | None
-    ) -> list[int]:
+    def save(self, contents: CacheContents, rows: Sequence[RowPlace]) -> list[int]:
         checks = [0] * len(rows)
         for kind, indices, batch in batches(contents, rows):
             buffer_NB = torch.empty(len(batch), kind.row_bytes, dtype=torch.uint8)
-            kind.pack(places_of(batch), buffer_NB)
+            checks_N = kind.pack(places_of(batch), buffer_NB)
             self._units[units_of(batch)] = buffer_NB.view(-1, self.unit_bytes)
-            for index, check in zip(indices, check_values(buffer_NB).tolist(), strict=True):
+            for index, check in zip(indices, checks_N.tolist(), strict=True):
                 checks[index] = check
         return checks
 
-    def load(
-        self, contents: CacheContents, rows: Sequence[RowPlace], after: torch.cuda.Event | None
-    ) -> list[int]:
+    def load(self, contents: CacheContents, rows: Sequence[RowPlace]) -> list[int]:
         checks = [0] * len(rows)
         for kind, indices, batch in batches(contents, rows):
             buffer_NB = self._units[units_of(batch)].view(len(batch), kind.row_bytes)
-            kind.unpack(buffer_NB, places_of(batch))
-            for index, check in zip(indices, check_values(buffer_NB).tolist(), strict=True):
+            checks_N = kind.unpack(buffer_NB, places_of(batch))
+            for index, check in zip(indices, checks_N.tolist(), strict=True):
                 checks[index] = check
         return checks
 
@@ -122,12 +117,15 @@ class Lane:
 
 
 def make_lanes(device: torch.device, row_bytes: int) -> list[Lane]:
-    """Return two lanes for rows of up to `row_bytes` bytes."""
+    """Return two lanes for rows of up to `row_bytes` bytes.
+
+    Their kernels come before those of the model, which otherwise keep every multiprocessor for the time of a product.
+    """
     size = max(BUFFER_BYTES, row_bytes)
     return [
         Lane(
             torch.empty(size, dtype=torch.uint8, device=device),
-            torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+            torch.cuda.Stream(device, priority=-1),  # type: ignore[no-untyped-call]
         )
         for _ in range(2)
     ]
@@ -151,34 +149,26 @@ class GpuCopies(RowCopies):
         while self._pinned:
             torch.cuda.check_error(cudart.cudaHostUnregister(self._pinned.pop()))
 
-    def save(
-        self, contents: CacheContents, rows: Sequence[RowPlace], after: torch.cuda.Event | None
-    ) -> list[int]:
+    def save(self, contents: CacheContents, rows: Sequence[RowPlace]) -> list[int]:
         found = []
         for lane, (kind, indices, batch) in zip(cycle(self._lanes), batches(contents, rows)):
             with torch.cuda.stream(lane.stream):
-                if after is not None:
-                    lane.stream.wait_event(after)
                 rows_NB = lane.rows(len(batch), kind.row_bytes)
-                kind.pack(places_of(batch), rows_NB)
-                found.append((indices, check_values(rows_NB).to("cpu", non_blocking=True)))
+                checks_N = kind.pack(places_of(batch), rows_NB)
+                found.append((indices, checks_N.to("cpu", non_blocking=True)))
                 for start, part in self._runs(units_of(batch), rows_NB.view(-1)):
                     self.memory[start : start + len(part)].copy_(part, non_blocking=True)
         return self._wait(found, len(rows))
 
-    def load(
-        self, contents: CacheContents, rows: Sequence[RowPlace], after: torch.cuda.Event | None
-    ) -> list[int]:
+    def load(self, contents: CacheContents, rows: Sequence[RowPlace]) -> list[int]:
         found = []
         for lane, (kind, indices, batch) in zip(cycle(self._lanes), batches(contents, rows)):
             with torch.cuda.stream(lane.stream):
-                if after is not None:
-                    lane.stream.wait_event(after)
                 rows_NB = lane.rows(len(batch), kind.row_bytes)
                 for start, part in self._runs(units_of(batch), rows_NB.view(-1)):
                     part.copy_(self.memory[start : start + len(part)], non_blocking=True)
-                kind.unpack(rows_NB, places_of(batch))
-                found.append((indices, check_values(rows_NB).to("cpu", non_blocking=True)))
+                checks_N = kind.unpack(rows_NB, places_of(batch))
+                found.append((indices, checks_N.to("cpu", non_blocking=True)))
         return self._wait(found, len(rows))
 
     def _runs(
