@@ -10,6 +10,7 @@ import pytest
 from tests.unit.other_place import OtherPlace
 from tests.unit.schedulers import make_scheduler, snapshots_of
 from workers.config import FEW_SNAPSHOTS, SchedulerConfig
+from workers.kv_cache import transfers
 from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.kv_cache.transfers import BlockTransfers
 from workers.kv_transfer.connector import Transfer
@@ -173,6 +174,17 @@ def test_a_sequence_waits_for_slots_that_transfers_hold() -> None:
     place.items_a_step = 10_000
     sessions.finish()
     assert [sessions.cached[name] for name in "ab"] == [320, 320]
+    sessions.close()
+
+
+def test_saves_are_small_so_that_a_load_waits_for_little() -> None:
+    place = SlowPlace(0)
+    sessions = Sessions(place, 1200, max_num_batched_tokens=4096)
+    sessions.add("a", text(1, 3200), max_tokens=1)
+    while sessions.open:
+        sessions.step()
+    sizes = [len(transfer.items) for transfer in place._saves]
+    assert max(sizes) == transfers.SAVE_BYTES // ROW_BYTES and sum(sizes) > 2 * max(sizes)
     sessions.close()
 
 

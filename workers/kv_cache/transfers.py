@@ -24,6 +24,8 @@ MIN_GAIN = 64
 """Tokens that a load must bring, because waiting for it takes about as long as to compute them."""
 BATCH_BYTES, BATCH_S = 2**20, 0.25
 """Blocks wait to be saved until they are so large together, or have waited so long."""
+SAVE_BYTES = 2**26
+"""Bytes of blocks that one save moves at most, because a load that comes meanwhile waits for its end."""
 HELD_SHARE = 4
 """One block in so many may be held by saves, most of which their sequences hold too."""
 
@@ -90,6 +92,7 @@ class BlockTransfers:
         self._loads: dict[Transfer, Load] = {}
         self._most_held = max(1, num_blocks // HELD_SHARE)
         self._most_unsaved = 2 * num_blocks
+        self._most_saved = max(1, SAVE_BYTES // self._row_bytes)
         self._coming: set[bytes] = set()  # keys of blocks that are loaded now
         self.num_ended = 0
         self._parked: list[Sequence] = []  # they wait for loads of other sequences
@@ -222,7 +225,7 @@ class BlockTransfers:
 
     def _try_places(self, seq: Sequence, keys: list[bytes]) -> Load | None:
         load = Load(seq, [], [], [])
-        for group in self._groups:
+        for group in reversed(self._groups):  # states first, which have the fewest places
             for number in group.needed(len(keys)):
                 key = keys[number]
                 if (place := group.hold(key)) is not None:
@@ -308,7 +311,7 @@ class BlockTransfers:
             if not all_of_them and not old and size < BATCH_BYTES:
                 return
             room = self._most_held - sum(map(len, self._saves.values()))
-            if room <= 0 or not self._save_some(room):
+            if room <= 0 or not self._save_some(min(room, self._most_saved)):
                 return
 
     @property

@@ -5,11 +5,14 @@ often, and may be late. Needs the standard library alone. The filter is that of 
 "Summary Cache", 2000, with counts of a byte that stay when they are full.
 """
 
+import struct
+
 COUNTS_PER_NAME = 16
-HASHES = 4
+HASHES = 4  # `Hints.__contains__` writes them out
 _FULL = 255
 _SUFFIX = 0x9E3779B97F4A7C15
 _KEY_BYTES = 32
+_HASHES = struct.Struct("<QQ")
 
 
 def hint_bytes(num_names: int) -> int:
@@ -29,7 +32,14 @@ class Hints:
 
     def __contains__(self, name: object) -> bool:
         assert isinstance(name, bytes), "names are bytes"
-        return all(self._counts[at] for at in self._places(name))
+        counts, mask = self._counts, self._mask  # the step loop tests every block of a prompt
+        first, step = _hashes(name)
+        return bool(
+            counts[first & mask]
+            and counts[(first + step) & mask]
+            and counts[(first + 2 * step) & mask]
+            and counts[(first + 3 * step) & mask]
+        )
 
     def add(self, name: bytes) -> None:
         """Add a name that was not added, or was removed since."""
@@ -47,7 +57,13 @@ class Hints:
         self._counts[:] = bytes(len(self._counts))
 
     def _places(self, name: bytes) -> tuple[int, ...]:
-        suffix = int.from_bytes(name[_KEY_BYTES:], "little") * _SUFFIX
-        first = int.from_bytes(name[:8], "little") + suffix
-        step = int.from_bytes(name[8:16], "little") | 1
+        first, step = _hashes(name)
         return tuple((first + index * step) & self._mask for index in range(HASHES))
+
+
+def _hashes(name: bytes) -> tuple[int, int]:
+    """Return two parts of the digest, of which the suffix changes the first, and the second is odd."""
+    first, step = _HASHES.unpack_from(name)
+    if len(name) > _KEY_BYTES:
+        first += int.from_bytes(name[_KEY_BYTES:], "little") * _SUFFIX
+    return first, step | 1
