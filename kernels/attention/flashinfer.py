@@ -31,6 +31,7 @@ from kernels.attention.flashinfer_plans import (
     workspace_bytes,
 )
 from kernels.attention.flashinfer_shared import SharedDecodes
+from kernels.attention.shared_prefixes import FLASHINFER_MIB, SharingCost
 from kernels.host.hopper import on_hopper
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.backend import BackendShape
@@ -197,7 +198,7 @@ class FlashInferAttention(GraphAttention):
         self._planned, self._graphs = (), None
         if self.shared_reads is not None:
             self._sharing = SharedDecodes(self.specs, self.block_size, self.shared_reads, kv_caches)
-            self.sharing_cost = self._sharing.sharing_cost
+            self.sharing_cost = SharingCost.on_gpu(self.kv_layout(self.specs[0]), FLASHINFER_MIB)
         # Of each set of wrappers, because a set copies schedules from pinned memory that its next plan overwrites.
         self._plan_copied: dict[str, torch.cuda.Event] = {
             name: torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ from kernels.attention.flashinfer_modules import compile_missing, latent_modules
 from kernels.attention.fp8_latents import latent_parts
 from kernels.attention.latent_chunks import Chunk, slots_of
 from kernels.attention.latent_up import LatentHeads
-from kernels.attention.shared_prefixes import SharingCost
+from kernels.attention.shared_prefixes import LATENTS_MIB, SharingCost
 from kernels.host.hopper import on_hopper
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.backend import BackendShape
@@ -75,7 +75,7 @@ class FlashInferMlaAttention(GraphAttention):
         self._sharing: SharedLatents | None = None
         self._shares = False  # of the planned decodes
         self.sharing_cost = replace(
-            SharingCost.on_gpu(self.kv_layout(spec).block_bytes(1, 2)),
+            SharingCost.on_gpu(self.kv_layout(spec), LATENTS_MIB),
             group_rows=max(2, -(-PAIRED_ROWS // spec.num_heads)),
         )
 

@@ -43,7 +43,6 @@ class SharedDecodes:
         self._attention = TritonPagedAttention(specs, block_size)
         self._attention.shared_reads = reads
         self._attention.bind(kv_caches)
-        self.sharing_cost = self._attention.sharing_cost
         self.slots = torch.empty(0, dtype=torch.int64)
 
     def plan(self, batch: AttentionBatch) -> None:

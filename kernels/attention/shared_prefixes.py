@@ -12,10 +12,22 @@ from typing import Self
 import numpy as np
 
 from kernels.attention.batch import AttentionBatch
+from kernels.interface.kv_layout import KVLayout
 
 MAX_GROUPS = 32  # of a forward; bounds the buffers of CUDA graphs
-# On GPUs: a shared pass and a merge take some 12 us of a layer, in which H100 and H200 read about so much.
-GPU_SAVED_BYTES = 48 * 2**20
+# MiB of K and V that a layer on a GPU does not read again, from where a shared pass pays: the least that was faster in
+# docs/results/gpu-cascade.json (one H200, 4 KV heads of 128), which `python -m scripts.bench.gpu_cascade` measures. The
+# pass and its merge take 25 to 30 us of a layer. Meanwhile decodes read shared blocks again from the L2 cache, and the
+# faster their kernel does so, the more reads make up for the pass: 9 TB/s by flashinfer, 6 TB/s by our kernel, and 3
+# TB/s by our kernel where it converts e4m3.
+FLASHINFER_MIB = (
+    254  # 128 rows that share 1,024 tokens: 1.01 times as fast; 112 MiB of 8 rows: 0.86
+)
+TRITON_MIB = 112  # 8 rows that share 8,192 tokens: 1.20 times; 64 MiB of 128 rows: 0.69
+TRITON_FP8_MIB = (
+    56  # the same in e4m3, also with `flashinfer_fp8`: 1.08 times; less was not measured
+)
+LATENTS_MIB = 48  # not measured: an estimate from a pass of 12 us
 GPU_GROUP_TOKENS = 256
 
 
@@ -33,9 +45,14 @@ class SharingCost:
     group_rows: int = 2
 
     @classmethod
-    def on_gpu(cls, token_bytes: int) -> Self:
-        """Return the cost for layers that cache `token_bytes` for each token."""
-        return cls(GPU_GROUP_TOKENS, GPU_SAVED_BYTES // token_bytes)
+    def on_gpu(cls, layout: KVLayout, saved_mib: int) -> Self:
+        """Return the cost for layers with this cache, of values of 2 bytes or in e4m3, that pay from `saved_mib` on."""
+        return cls(GPU_GROUP_TOKENS, saved_mib * 2**20 // layout.block_bytes(1, 2))
+
+    @classmethod
+    def of_triton(cls, layout: KVLayout) -> Self:
+        """Return the cost for decodes of `triton` and `flashinfer_fp8`."""
+        return cls.on_gpu(layout, TRITON_FP8_MIB if layout.in_bytes else TRITON_MIB)
 
 
 @dataclass(frozen=True)

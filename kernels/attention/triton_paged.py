@@ -94,7 +94,7 @@ class TritonPagedAttention(GraphAttention):
         assert len(groups) <= 1, f"layers have groups of {sorted(groups)} heads"
         self._group = max(groups, default=1)
         if specs:
-            self.sharing_cost = SharingCost.on_gpu(self.kv_layout(specs[0]).block_bytes(1, 2))
+            self.sharing_cost = SharingCost.of_triton(self.kv_layout(specs[0]))
         self._num_decodes = self._num_tokens = self._programs = self._num_sms = 0
         self.layers: dict[int | None, PlannedLayers] = {}
         self._planned_layers: dict[int | None, PlannedLayers] = {}  # before they were shortened

@@ -126,7 +126,10 @@ def backends() -> Iterator[str]:
     yield f"up to {deepep_limits.MAX_TOKENS_LOW_LATENCY:,} tokens a step"
     yield f"rows of a rank, {deepep_limits.MAX_TOKENS_LOW_LATENCY:,} at most"
     on_cpu = [it.sharing_cost.saved_tokens for it in (NativeAttention, SdpaAttention)]
-    yield f"at least {shared_prefixes.GPU_SAVED_BYTES >> 20} MiB of reads in a layer on a GPU"
+    yield f"at least {shared_prefixes.FLASHINFER_MIB} MiB of reads in a layer with `flashinfer`"
+    yield f"{shared_prefixes.TRITON_MIB} MiB with `triton`"
+    yield f"{shared_prefixes.TRITON_FP8_MIB} MiB with an FP8 cache"
+    yield f"{shared_prefixes.LATENTS_MIB} MiB with `flashinfer_mla`"
     yield f"{on_cpu[0]:,} tokens with `native` or {on_cpu[1]:,} tokens with `sdpa`"
     yield f"of {base.LEAST_SHARED_DECODES} decodes or more"
     yield f"prompts of up to {base.MOST_SHARED_MIXED:,} rows"

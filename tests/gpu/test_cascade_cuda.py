@@ -242,7 +242,7 @@ def shared_traffic() -> list[Event]:
 def test_whole_engines(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, graphs: Any):
     """Tokens that float32 would choose, with sequences that join and leave a group."""
     cost = SharingCost(1, 1)
-    monkeypatch.setattr(SharingCost, "on_gpu", classmethod(lambda cls, token_bytes: cost))
+    monkeypatch.setattr(SharingCost, "on_gpu", classmethod(lambda cls, *_: cost))
     events = shared_traffic()
     config = configure(checkpoint, cuda_graphs=graphs)
     answers = alone(config, events)

@@ -13,7 +13,10 @@ from kernels.attention.flashinfer_decodes import Shape
 from kernels.attention.flashinfer_graphs import GraphPlans
 from kernels.attention.flashinfer_plans import EagerPlans
 from kernels.attention.flashinfer_shared import SharedDecodes
+from kernels.attention.shared_prefixes import FLASHINFER_MIB, SharingCost
+from kernels.attention.triton_paged import TritonPagedAttention
 from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.kv_layout import PagedFp8Heads, PagedHeads
 from kernels.interface.shared_reads import SharedReads
 from kernels.triton.paged import list_pages
 from tests.shared_case import ANY, Groups, share, with_groups
@@ -21,6 +24,7 @@ from tests.triton.device import DEVICE
 from tests.unit.test_flashinfer_rows import Kernel, without_flashinfer
 from tests.unit.test_kernels_attention import Pages, Seqs
 
+KV_LAYOUTS = {False: PagedHeads, True: PagedFp8Heads}
 SPECS = (AttentionSpec(8, 1, 16, 0.3), AttentionSpec(16, 2, 16, 0.2))
 SEQS: Seqs = [(50, 1), (7, 1), (49, 1), (0, 3), (20, 5)]
 GROUPS: Groups = [((0, 2), 3)]
@@ -84,6 +88,15 @@ def plans_of(sharing: SharedDecodes) -> GraphPlans:
     sharing.reserve_graphs(MAX_SEQS, 8)
     sizes = {"max_rows": ROWS, "max_seqs": MAX_SEQS, "max_blocks": 8}
     return GraphPlans(FLASHINFER, list_pages, shapes, torch.device(DEVICE), **sizes)
+
+
+@pytest.mark.parametrize("fp8_cache", [False, True])
+def test_our_kernels_share_where_that_paid_for_their_cache(fp8_cache: bool) -> None:
+    """And wherever flashinfer's decodes do, because they take the plans of our kernels then."""
+    spec = AttentionSpec(32, 4, 128, 0.1, fp8_cache=fp8_cache)
+    cost, layout = TritonPagedAttention([spec], 16).sharing_cost, KV_LAYOUTS[fp8_cache].of(spec)
+    assert cost == SharingCost.of_triton(layout)
+    assert cost.saved_tokens <= SharingCost.on_gpu(layout, FLASHINFER_MIB).saved_tokens
 
 
 @torch.inference_mode()

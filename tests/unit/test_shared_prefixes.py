@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from kernels.attention.batch import AttentionBatch
 from kernels.attention.decode_chunks import cut_rows, max_chunks
 from kernels.attention.shared_chunks import TILES, TileShape, cut_shared, most_integers, tile_shape
-from kernels.attention.shared_prefixes import MAX_GROUPS, SharedPrefixes, SharingCost, find_shared
+from kernels.attention.shared_prefixes import (
+    FLASHINFER_MIB,
+    MAX_GROUPS,
+    SharedPrefixes,
+    SharingCost,
+    find_shared,
+)
+from kernels.interface.kv_layout import PagedFp8Heads, PagedHeads
 from workers.kv_cache.shared_prefixes import FIRST_COLUMNS, PrefixGroups, group_prefixes
 
 # Nested beginnings: a sequence takes a path in a tree of blocks, then blocks of its own.
@@ -150,6 +157,35 @@ def test_only_decodes_of_one_forward_share():
     assert find_shared(batch.ubatch(0, 2), 16, ANY) is None
     assert find_shared(replace(batch, prefix_groups_cpu=None), 16, ANY) is None
     assert find_shared(batch_of([-1, -1], [0, 0], [5, 5]), 16, ANY) is None
+
+
+HEADS, FP8_HEADS = PagedHeads(4, 128), PagedFp8Heads(4, 128)
+FLASHINFER = SharingCost.on_gpu(HEADS, FLASHINFER_MIB)
+TRITON, TRITON_FP8 = (SharingCost.of_triton(layout) for layout in (HEADS, FP8_HEADS))
+
+
+@pytest.mark.parametrize(
+    ("cost", "rows", "tokens", "pays"),
+    [
+        (FLASHINFER, 8, 8192, False),  # 0.86 times as fast on an H200
+        (FLASHINFER, 32, 8192, True),  # 1.69
+        (FLASHINFER, 128, 256, False),  # 0.69
+        (FLASHINFER, 128, 1024, True),  # 1.01
+        (FLASHINFER, 128, 2048, True),  # 1.35
+        (TRITON, 8, 8192, True),  # 1.20
+        (TRITON, 128, 256, False),  # 0.69
+        (TRITON, 128, 1024, True),  # 1.24
+        (TRITON_FP8, 8, 8192, True),  # 1.08
+        (TRITON_FP8, 8, 4096, False),
+        (TRITON_FP8, 128, 256, False),
+        (TRITON_FP8, 128, 1024, True),  # 1.25
+    ],
+)
+def test_gpus_share_where_that_was_faster(
+    cost: SharingCost, rows: int, tokens: int, pays: bool
+) -> None:
+    batch = batch_of([3] * rows, [tokens // 16] * rows, [tokens + 256] * rows)
+    assert (find_shared(batch, 16, cost) is not None) is pays
 
 
 def test_what_does_not_pay_is_not_shared():
