@@ -61,7 +61,7 @@ class _Job:
     @property
     def can_begin(self) -> bool:
         """Whether the device has done the work before the transfer."""
-        return self.after is None or self.after.query()
+        return self.after is None or bool(self.after.query())  # type: ignore[no-untyped-call]
 
 
 class HostTier(KVConnector):
@@ -180,7 +180,8 @@ class HostTier(KVConnector):
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        return torch.cuda.current_stream(self._device).record_event(event)
+        torch.cuda.current_stream(self._device).record_event(event)
+        return event
 
     def _end_all(self) -> None:
         """End what waits, with nothing; the caller holds `_changed`."""
