@@ -24,16 +24,16 @@ from kernels.attention.decode_chunks import (
     read_keys,
     whole_rows,
 )
+from kernels.attention.decode_forms import DecodeForms, multiprocessors
 from kernels.attention.fp8_pages import Fp8Pages
 from kernels.attention.shared_chunks import TileShape, cut_shared, most_integers, tile_shape
 from kernels.attention.shared_prefixes import SharedPrefixes, SharingCost
 from kernels.host.capability import too_old_gpu
+from kernels.host.hopper import on_hopper
 from kernels.host.triton_version import triton_unavailable
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.backend import BackendShape
 from kernels.pending import wait_previous_ubatch
-
-PROGRAMS_PER_SM = 4  # of decodes, at a time
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class TritonPagedAttention(GraphAttention):
         self._group = max(groups, default=1)
         if specs:
             self.sharing_cost = SharingCost.of_triton(self.kv_layout(specs[0]))
-        self._num_decodes = self._num_tokens = self._programs = self._num_sms = 0
+        self._num_decodes = self._num_tokens = self._num_sms = 0
         self.layers: dict[int | None, PlannedLayers] = {}
         self._planned_layers: dict[int | None, PlannedLayers] = {}  # before they were shortened
         self._prompts: _Prompts | None = None
@@ -140,8 +140,10 @@ class TritonPagedAttention(GraphAttention):
         ]
         if kv_caches:
             self._device = kv_caches[0].device
-            self._num_sms = _multiprocessors(self._device)
-            self._programs = PROGRAMS_PER_SM * self._num_sms // self._kv_heads
+            self._num_sms = multiprocessors(self._device)
+            self._forms = DecodeForms(
+                self.specs, self.block_size, self._num_sms, fast=on_hopper(self._device)
+            )
 
     def plan(self, batch: AttentionBatch) -> None:
         decodes, shared = batch.num_single_rows, self.take_shared(batch)
@@ -223,7 +225,7 @@ class TritonPagedAttention(GraphAttention):
 
     def _whole(self, seq_lens: np.ndarray, num_rows: int) -> bool:
         """Return whether no layer's decodes are worth a cut."""
-        most = max_chunks(num_rows, self._programs)
+        most = max_chunks(num_rows, self._forms.programs(num_rows, shares=False))
         keys = (read_keys(seq_lens, window) for window in self._windows)
         return all(leaves_whole(of, num_rows, most) for of in keys)
 
@@ -241,7 +243,8 @@ class TritonPagedAttention(GraphAttention):
         cuts: bool,
     ) -> DecodeChunks:
         if self._cut(window, cuts):
-            most = max_chunks(num_rows, self._programs)
+            programs = self._forms.programs(num_rows, shares=shared is not None)
+            most = max_chunks(num_rows, programs)
             return cut_rows(seq_lens, window, num_rows, most, shared if window is None else None)
         return whole_rows(seq_lens, window, num_rows)
 
@@ -274,11 +277,13 @@ class TritonPagedAttention(GraphAttention):
         spec, caches = self.specs[layer], self._caches[layer]
         k_cache, v_cache, *exponents = caches
         layers, rows = self.layers[spec.window], self._num_decodes
+        chunks = layers.chunks
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         if self._num_tokens < len(q_THd):
             out_THd[self._num_tokens :] = 0
         options: dict[str, Any] = {"scale": spec.scale, "sinks_H": sinks_H}
-        self.decode(q_THd[:rows], caches, out_THd[:rows], layers.chunks, **options)
+        form = self._forms.of(rows, shares=chunks.shared is not None) if chunks.cut else None
+        self.decode(q_THd[:rows], caches, out_THd[:rows], chunks, form=form, **options)
         if self._prompts is not None:
             self._prompt_kernel.paged_attention(
                 *(q_THd, k_cache, v_cache, out_THd, layers.block_table),
@@ -290,7 +295,8 @@ class TritonPagedAttention(GraphAttention):
         return out_THd
 
     def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
-        of_window = 3 * max_chunks(max_rows, self._programs) + max_rows + 1
+        programs = self._forms.programs(max_rows, shares=False)
+        of_window = 3 * max_chunks(max_rows, programs) + max_rows + 1
         of_prompts = 2 * self._max_tiles(max_rows, max_seqs) + 2 * max_seqs + 1
         of_shared = (
             most_integers(max_rows, *self._heads_and_sms) if self.shared_reads is not None else 0
@@ -392,9 +398,3 @@ class TritonPagedAttention(GraphAttention):
 def _extend(values: np.ndarray, length: int, fill: int) -> np.ndarray:
     assert len(values) <= length, (len(values), length)
     return np.concatenate((values, np.full(length - len(values), fill)))
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -25,19 +25,20 @@ COLUMNS = 8  # fewest columns of a product
 
 @dataclass(frozen=True)
 class DecodeForm:
-    """Keys at a time, warps of a program, and the most registers of a thread."""
+    """Keys at a time, warps of a program, the most registers of a thread, and programs that an SM holds at a time."""
 
     keys: int
     num_warps: int
     registers: int | None = None
+    programs_per_sm: int = 4
 
 
 HALF = DecodeForm(64, 2)
 # With 128 registers four programs fit on an SM: 512 programs (128 sequences, 4 KV heads) then run at a time on 132 SMs,
 # not in two rounds, of which the second is short.
 E4M3 = DecodeForm(128, 4, registers=128)
-# Programs of one warp, a kernel of its own (kernels.triton.warp_decode_fp8). Not compared on a GPU yet.
-E4M3_WARPS = DecodeForm(32, 1, registers=128)
+# Programs of one warp, a kernel of its own (kernels.triton.warp_decode_fp8). `DecodeForms` chooses it.
+E4M3_WARPS = DecodeForm(32, 1, registers=128, programs_per_sm=16)
 
 
 @triton.jit
@@ -207,7 +208,7 @@ def paged_decode(
     q        rows of contiguous heads, any stride between rows; out is contiguous
     caches   K, V [num_blocks, block_size, h, d], in float8_e4m3fn with their exponents [num_blocks, h, block_size]
     sinks    float32 [H]
-    form     None: the fastest
+    form     None: E4M3 or HALF, as the caches are
     """
     num_rows, num_heads, head_dim = q_RHd.shape
     k_cache, v_cache, *exponents = caches

@@ -20,7 +20,6 @@ HEAD_DIM = 128
 RUN = 16  # keys that lie one behind the other in memory: pages are multiples
 MOST_HEADS = 16  # of a group
 REGISTERS = 128  # of a thread: an SM then holds 16 programs
-PROGRAMS_PER_SM = 16
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 # Words of K: a lane has two times four words of every eighth key. Words of V: four words of four keys of 16.

@@ -70,10 +70,10 @@ def main() -> None:
 
 def time_heads(rows: int, keys: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Time the forms of `paged_decode` over K and V in e4m3."""
-    from kernels.triton import paged_decode, warp_decode_fp8
+    from kernels.triton import paged_decode
 
     form, shared = paged_decode.DecodeForm, HEADS.num_kv_heads
-    per_warp = warp_decode_fp8.PROGRAMS_PER_SM
+    per_warp = paged_decode.E4M3_WARPS.programs_per_sm
     variants = [
         Variant(paged_decode.E4M3, 4, shared),
         Variant(form(64, 4, 128), 4, shared),

@@ -47,6 +47,7 @@ from kernels.host import cuda_environment
 from scripts.bench import ROOT, results
 from scripts.bench.kv_kill import VOCABULARY, Kills
 from scripts.bench.kv_streams import Stream, ask, at_once, figures
+from scripts.bench.kv_tier_report import page
 from scripts.bench.servers import ServerProcess, free_port, phalanx
 
 TIMEOUT_S = 900.0
@@ -236,8 +237,11 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, help="in place of a quarter of the sessions' KV")
     parser.add_argument("--set", action="append", default=[], help="setting of both servers")
     parser.add_argument("--start-timeout-s", type=float, default=600.0)
-    results.add_options(parser, "kv-tier", drawn=False)
+    results.add_options(parser, "kv-tier")
     options = parser.parse_args()
+    if options.redraw:
+        results.write(options.out, results.load(options.out), page)
+        return
     cuda_environment.prepare(os.environ)
     num_gpus = min(len(machine.hardware()["gpus"]), options.ranks)
     report: dict[str, Any] = {
@@ -253,6 +257,7 @@ def main() -> None:
         results.save(options.out, report)
     report["ratios"] = compare(servers["host tier"], servers["without"], link)
     results.save(options.out, report)
+    results.write(options.out, report, page)
     print(json.dumps(report["ratios"], indent=1))
 
 

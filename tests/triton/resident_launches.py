@@ -45,20 +45,20 @@ def _pushes(num_ranks: int, num_sms: int | None, *, fp8: bool = False) -> list[i
 
 def _decode_programs() -> list[int]:
     """Launch both forms of decodes; how many programs an SM shall hold."""
-    from kernels.attention.triton_paged import PROGRAMS_PER_SM
+    from kernels.triton.paged_decode import E4M3, HALF
 
     for cut in (False, True):
         for fp8 in (False, True):
             decodes(Inputs(DEVICE, 16, 0), cut=cut, fp8=fp8)
-    return [PROGRAMS_PER_SM] * 4
+    return [HALF.programs_per_sm, E4M3.programs_per_sm] * 2
 
 
 def _warp_decode_programs() -> list[int]:
-    from kernels.triton.warp_decode_fp8 import PROGRAMS_PER_SM
+    from kernels.triton.paged_decode import E4M3_WARPS
 
     for cut in (False, True):
         warp_decodes(Inputs(DEVICE, 16, 0), cut=cut)
-    return [PROGRAMS_PER_SM] * 2
+    return [E4M3_WARPS.programs_per_sm] * 2
 
 
 def _shared_programs(head_dim: int) -> list[int]:

@@ -18,7 +18,7 @@ from workers.rank.epoch import Epoch
 from workers.rank.rank_info import KV_CACHE
 from workers.runner.draft_rows import IN_SEQUENCE, following_batch, next_tokens
 from workers.runner.graph_sizes import GraphKey, GraphSizes, decode_sizes, mixed_sizes
-from workers.runner.graph_times import agreed_times
+from workers.runner.graph_times import agreed_times, thinned
 from workers.speculation.drafter import NewTokens
 from workers.speculation.model_drafter import ModelDrafter
 from workers.speculation.speculator import Speculator
@@ -168,7 +168,7 @@ def test_synthetic_acceptance_is_that_of_eager_passes(
 def test_graphs_are_timed_at_the_start(
     checkpoints: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of powers of two and the largest; other ranks were slower, and tokens afterwards are those of before."""
+    """Of two sizes an octave and the largest; other ranks were slower, and tokens afterwards are those of before."""
     graphs = Captured("all", monkeypatch)
     found: list[StepSeconds | None] = []
 
@@ -194,7 +194,7 @@ def test_graphs_are_timed_at_the_start(
     assert fields.pop("most") == DEPTH
     rows = {name: [count for count, _ in curve] for name, curve in fields.items()}
     assert rows["decode"] == rows["one_draft"] == rows["drafts"] == [1, 2, 3]
-    assert rows["verify"] == rows["first"] == [1, 2, 4, 8, 12]
+    assert rows["verify"] == rows["first"] == [1, 2, 3, 4, 6, 8, 12]
     assert all(seconds > 1 for curve in fields.values() for _, seconds in curve)
 
 
@@ -236,3 +236,8 @@ def test_the_image_behind_each_row() -> None:
     assert found.image_embeds[:4, 0, 0].tolist() == [2.0, 4.0, 6.0, 8.0]
     text = replace(batch, image_mask=None, image_embeds=None)
     assert following_batch(text, ids, follow).image_mask is None
+
+
+def test_two_sizes_an_octave_are_measured() -> None:
+    sizes = decode_sizes(250)
+    assert thinned(sizes) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 250]
