@@ -125,11 +125,9 @@ class KVCacheManager:
         blocks = prefix.all_blocks
         self.pool.share(blocks)  # without room for the load, the sequence starts behind them
         try:
-            num_found, need = (
-                prefix.num_tokens // self.block_size,
-                self.demand.blocks(seq.num_tokens),
-            )
-            return self.transfers.begin_load(seq, keys, num_found, need)
+            num_found = prefix.num_tokens // self.block_size
+            num_blocks = self.demand.blocks(seq.num_tokens)
+            return self.transfers.begin_load(seq, keys, num_found, num_blocks)
         finally:
             self.pool.release(blocks)
 
@@ -187,12 +185,14 @@ class KVCacheManager:
         goes_on   something runs or moves that gives memory back later
         """
         blocks = prefix.all_blocks
-        need, free = (self.demand.blocks(seq.num_tokens) - len(blocks), self.pool.num_free_besides)
-        if self.transfers is not None:
-            if need + self.transfers.num_promised(seq, len(blocks)) > free(blocks):
-                self.transfers.give_way(seq if goes_on else None)
-            need += self.transfers.num_promised(seq, len(blocks))
-        return need <= free(blocks)
+        need = self.demand.blocks(seq.num_tokens) - len(blocks)
+        if self.transfers is None:
+            return need <= self.pool.num_free_besides(blocks)
+        lacking = self.transfers.num_promised(seq, len(blocks))
+        if need + lacking > self.pool.num_free_besides(blocks):
+            self.transfers.give_way(seq if goes_on else None)
+            lacking = self.transfers.num_promised(seq, len(blocks))
+        return need + lacking <= self.pool.num_free_besides(blocks)
 
     def allocate(self, seq: Sequence, prefix: Prefix, num_new: int) -> None:
         """Give `seq`, which has a row and starts behind `prefix` with `num_new` tokens, its memory in every group.
