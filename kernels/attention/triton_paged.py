@@ -7,7 +7,7 @@ T tokens, H query heads, h KV heads, d head dim, B sequences.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from kernels.attention.decode_chunks import (
 )
 from kernels.attention.decode_forms import DecodeForms, multiprocessors
 from kernels.attention.fp8_pages import Fp8Pages
+from kernels.attention.paged_plans import GraphBuffers, PlannedLayers, PlannedPrompts
 from kernels.attention.shared_chunks import TileShape, cut_shared, most_integers, tile_shape
 from kernels.attention.shared_prefixes import SharedPrefixes, SharingCost
 from kernels.host.capability import too_old_gpu
@@ -34,37 +35,6 @@ from kernels.host.triton_version import triton_unavailable
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.backend import BackendShape
 from kernels.pending import wait_previous_ubatch
-
-
-@dataclass(frozen=True)
-class PlannedLayers:
-    """What the layers with one window read: where new rows go, where blocks are, and the chunks of decodes."""
-
-    slots: torch.Tensor
-    block_table: torch.Tensor
-    chunks: Any  # kernels.triton.decode_merge.Chunks
-
-
-@dataclass(frozen=True)
-class _Prompts:
-    """Tiles of the sequences behind the decodes and of padding, rows and lengths of all sequences."""
-
-    tiles: tuple[torch.Tensor, torch.Tensor]
-    starts: torch.Tensor
-    lens: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _GraphBuffers:
-    """What captured forwards read, at fixed addresses; block table and slots of each window.
-
-    max_seqs   sequences of a forward; one with prompts has its decodes in its first rows, up to this many
-    """
-
-    max_seqs: int
-    integers: torch.Tensor
-    block_tables: Mapping[int | None, torch.Tensor]
-    slots: Mapping[int | None, torch.Tensor]
 
 
 class TritonPagedAttention(GraphAttention):
@@ -98,8 +68,8 @@ class TritonPagedAttention(GraphAttention):
         self._num_decodes = self._num_tokens = self._num_sms = 0
         self.layers: dict[int | None, PlannedLayers] = {}
         self._planned_layers: dict[int | None, PlannedLayers] = {}  # before they were shortened
-        self._prompts: _Prompts | None = None
-        self._graphs: _GraphBuffers | None = None
+        self._prompts: PlannedPrompts | None = None
+        self._graphs: GraphBuffers | None = None
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -147,8 +117,9 @@ class TritonPagedAttention(GraphAttention):
 
     def plan(self, batch: AttentionBatch) -> None:
         decodes, shared = batch.num_single_rows, self.take_shared(batch)
-        cuts = shared is not None or not self._whole(batch.seq_lens_cpu[:decodes], decodes)
-        lists = self._chunk_lists(batch, decodes, shared, cuts=cuts)
+        shares = shared is not None
+        cuts = shares or not self._whole(batch.seq_lens_cpu[:decodes], decodes)
+        lists = self._chunk_lists(batch, decodes, shared, cuts=cuts, shares=shares)
         tiles = None
         if shared is not None:
             tiles = self._tile_shape(decodes)
@@ -164,13 +135,23 @@ class TritonPagedAttention(GraphAttention):
         self._take(integers, lists, cuts, blocks, tiles)
 
     def _chunk_lists(
-        self, batch: AttentionBatch, num_rows: int, shared: SharedPrefixes | None, *, cuts: bool
+        self,
+        batch: AttentionBatch,
+        num_rows: int,
+        shared: SharedPrefixes | None,
+        *,
+        cuts: bool,
+        shares: bool,
     ) -> list[np.ndarray]:
-        """The chunks of the decodes for each window, without keys that they share."""
+        """The chunks of the decodes for each window, without keys that they share.
+
+        shares   `shared` may be there: the lists are as long in any such plan, which graphs need
+        """
         seq_lens = batch.seq_lens_cpu[: batch.num_single_rows]
         tokens = None if shared is None else shared.tokens_of_rows(num_rows)
+        most = max_chunks(num_rows, self._forms.programs(num_rows, shares=shares))
         chunks = [
-            self._chunks(seq_lens, window, num_rows, tokens, cuts=cuts) for window in self._windows
+            self._chunks(seq_lens, it, num_rows, tokens, most, cuts=cuts) for it in self._windows
         ]
         return [array for one in chunks for array in one.arrays]
 
@@ -217,7 +198,7 @@ class TritonPagedAttention(GraphAttention):
         self._prompts = None
         if found:
             seqs, firsts, starts, lens = found
-            self._prompts = _Prompts((seqs, firsts), starts, lens)
+            self._prompts = PlannedPrompts((seqs, firsts), starts, lens)
 
     def _first_in_tiles(self, batch: AttentionBatch) -> int:
         """Return the first sequence of the tiles; those behind it run in tiles too."""
@@ -239,12 +220,11 @@ class TritonPagedAttention(GraphAttention):
         window: int | None,
         num_rows: int,
         shared: np.ndarray | None,
+        most: int,
         *,
         cuts: bool,
     ) -> DecodeChunks:
         if self._cut(window, cuts):
-            programs = self._forms.programs(num_rows, shares=shared is not None)
-            most = max_chunks(num_rows, programs)
             return cut_rows(seq_lens, window, num_rows, most, shared if window is None else None)
         return whole_rows(seq_lens, window, num_rows)
 
@@ -302,7 +282,7 @@ class TritonPagedAttention(GraphAttention):
             most_integers(max_rows, *self._heads_and_sms) if self.shared_reads is not None else 0
         )
         new: dict[str, Any] = {"device": self._device}
-        self._graphs = _GraphBuffers(
+        self._graphs = GraphBuffers(
             max_seqs,
             torch.zeros(
                 len(self._windows) * of_window + of_shared + of_prompts, dtype=torch.int32, **new
@@ -342,7 +322,7 @@ class TritonPagedAttention(GraphAttention):
         assert mixed or batch.num_single_rows == batch.num_seqs == batch.num_tokens
         decodes = min(num_rows, graphs.max_seqs) if mixed else num_rows
         shared = self.take_shared(batch) if form.shares else None
-        lists = self._chunk_lists(batch, decodes, shared, cuts=cuts)
+        lists = self._chunk_lists(batch, decodes, shared, cuts=cuts, shares=form.shares)
         tiles = self._tile_shape(decodes) if form.shares else None
         if tiles is not None:
             lists += cut_shared(shared, decodes, tiles).arrays
@@ -382,7 +362,7 @@ class TritonPagedAttention(GraphAttention):
         ]
 
     def _copy_blocks(
-        self, graphs: _GraphBuffers, batch: AttentionBatch, window: int | None, num_rows: int
+        self, graphs: GraphBuffers, batch: AttentionBatch, window: int | None, num_rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the block table and the slots of layers with this window to those that captured forwards read."""
         table, slots = graphs.block_tables[window], graphs.slots[window][:num_rows]

@@ -3,9 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from kernels.attention.batch import AttentionBatch
+from kernels.attention.triton_paged import TritonPagedAttention
 from kernels.interface.attention_spec import AttentionSpec
 
 decode_forms = pytest.importorskip("kernels.attention.decode_forms")
@@ -46,3 +49,25 @@ def test_others_take_programs_of_several_warps(
 
 def test_a_cpu_is_one_processor() -> None:
     assert decode_forms.multiprocessors(torch.device("cpu")) == 1
+
+
+class Shared:
+    """Leading keys that all rows share."""
+
+    def tokens_of_rows(self, num_rows: int) -> np.ndarray:
+        return np.full(num_rows, 64, np.int32)
+
+
+def test_a_form_for_shared_keys_has_lists_of_one_length() -> None:
+    """A graph of it reads its lists at fixed places, also in steps in which no rows share keys."""
+    attention: Any = TritonPagedAttention([FP8], 16)
+    attention._forms = forms(FP8)
+    rows = 2 * decode_forms.WARP_ROWS
+    batch = AttentionBatch.dummy_decodes(rows, torch.device("cpu"))
+    lengths = [
+        [len(it) for it in attention._chunk_lists(batch, rows, shared, cuts=True, shares=True)]
+        for shared in (None, Shared())
+    ]
+    assert lengths[0] == lengths[1]
+    alone = attention._chunk_lists(batch, rows, None, cuts=True, shares=False)
+    assert [len(it) for it in alone] != lengths[0], "single warps have more chunks"
