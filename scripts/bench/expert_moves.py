@@ -28,6 +28,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
 from cluster.config.load import load_config
 from cluster.config.resolve import resolve_rank_config
@@ -43,6 +44,7 @@ from workers.specs.expert_layout import ExpertLayout, ExpertMove
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 
 WARM_TOKENS = 4  # of each stream, before its gaps count: other streams still have prompts
+SHARING_NCCL = (2, 30)  # lets ranks share a GPU
 WARM_UP_TOKENS = 40  # of a stream in the rounds before the first that counts
 MODES = ("still", "moving")
 Found = dict[str, Any]
@@ -108,6 +110,10 @@ def _config(options: argparse.Namespace) -> RankConfig:
     if not options.share_gpu:
         return rank_config(options.config, overrides)
     need_gpus(1)
+    if (found := torch.cuda.nccl.version()) < SHARING_NCCL:  # type: ignore[no-untyped-call]
+        raise SystemExit(
+            f"ranks share a GPU with NCCL 2.30 or newer, this is {'.'.join(map(str, found))}"
+        )
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     return resolve_rank_config(load_config(options.config, [*overrides, "cluster.device=cuda"]))
 
