@@ -86,9 +86,14 @@ def test_files_that_do_not_fit(batch) -> None:
     assert code == 2 and "choose another --output" in shown and FakeEngine.closed == 0
 
 
+def test_without_a_yaml_the_demo_answers(batch) -> None:
+    write(Path("in.jsonl"), request("a"))
+    code, shown = batch()
+    assert code == 0 and "1 of 1 lines have a result" in shown
+
+
 def test_wrong_options(batch) -> None:
     write(Path("in.jsonl"), request("a"))
-    assert batch()[0] == 2
     code, shown = batch("config.yaml", "--set", "cluster.ranks=0")
     assert code == 2 and "cluster.ranks" in shown
     assert batch("config.yaml", "--concurrency", "0")[0] == 2
