@@ -139,6 +139,7 @@ def requests(path: Path, *, endless: bool) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_a_batch_after_ctrl_c_is_that_of_a_server(
     server: Server, ray_address: str, config: Path, tmp_path: Path
 ) -> None:
