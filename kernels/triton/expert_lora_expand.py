@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.expert_lora_shrink import RoutedRows, bounds_of, rows_of_tile
-from kernels.triton.lora_expand import BLOCK_N
+from kernels.triton.lora_expand import BLOCK_N, sum_pieces
 
 
 @triton.jit(do_not_specialize=["num_rows", "slots_ptr"])
@@ -51,10 +51,7 @@ def expert_lora_expand_kernel(
         columns = first + tl.arange(0, BLOCK_N)
         in_rank, in_tile, mine = ranks < RANK, columns < end, slots > 0
         h_at = h_ptr + permuted[:, None] * width + (part * RANK + ranks)[None, :]
-        h = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        for split in tl.static_range(SPLITS):
-            piece_at = h_at + (split * num_rows).to(tl.int64) * width
-            h += tl.load(piece_at, mask=mine[:, None] & in_rank[None, :], other=0)
+        h = sum_pieces(h_at, mine[:, None] & in_rank[None, :], num_rows, width, SPLITS)
         place = tl.load(places_ptr + expert).to(tl.int64)
         b_at = b_ptr + (place * height + columns)[None, :] * RANK + ranks[:, None]
         delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.grouped_gemm import find_tile
-from kernels.triton.lora_shrink import BLOCK_K, MAX_SPLITS, MOST_AT_ONCE, SPLIT_DEPTH, shrink
+from kernels.triton.lora_shrink import BLOCK_K, cuts_of, shrink
 
 FEW_ROWS = (
     16  # of an expert on average: up to so many a program has as many, and the depth is split
@@ -160,11 +160,8 @@ def expert_lora_shrink(
     assert x.stride(1) == 1 and a_SEQK[0].is_contiguous() and x.dtype == a_SEQK.dtype
     assert len(x) == (len(rows.slots_N) if gathered else num_rows), x.shape
     assert rows.slots_N.is_contiguous() and rows.row_R.is_contiguous()
-    if width <= MOST_AT_ONCE:
-        rank = width
+    rank, splits, piece = cuts_of(width, rank, depth, split=rows.few)
     parts = width // rank
-    splits = min(MAX_SPLITS, max(1, depth // SPLIT_DEPTH)) if rows.few else 1
-    piece = triton.cdiv(triton.cdiv(depth, splits), BLOCK_K) * BLOCK_K
     h_ZRQ = torch.empty(splits, num_rows, width, dtype=torch.float32, device=x.device)
     if num_rows:
         expert_lora_shrink_kernel[rows.most_tiles, parts * splits](

@@ -13,6 +13,15 @@ import triton.language as tl
 BLOCK_M, BLOCK_N = 32, 128
 
 
+@triton.jit
+def sum_pieces(h_at, mask, num_rows, width, SPLITS: tl.constexpr):
+    """Return float32 of the shape of `h_at`: the sum of the pieces of h, which the first product has left."""
+    h = tl.zeros(mask.shape, tl.float32)
+    for split in tl.static_range(SPLITS):
+        h += tl.load(h_at + (split * num_rows).to(tl.int64) * width, mask=mask, other=0)
+    return h
+
+
 @triton.jit(do_not_specialize=["num_rows", "slots_ptr"])
 def lora_expand_kernel(
     out_ptr,
@@ -41,10 +50,7 @@ def lora_expand_kernel(
         columns = first + tl.arange(0, BLOCK_N)
         in_rank, in_tile = ranks < RANK, columns < end
         h_at = h_ptr + rows[:, None].to(tl.int64) * width + (part * RANK + ranks)[None, :]
-        h = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        for split in tl.static_range(SPLITS):
-            piece_at = h_at + (split * num_rows).to(tl.int64) * width
-            h += tl.load(piece_at, mask=mine[:, None] & in_rank[None, :], other=0)
+        h = sum_pieces(h_at, mine[:, None] & in_rank[None, :], num_rows, width, SPLITS)
         b_at = b_ptr + slot.to(tl.int64) * b_stride + columns[None, :] * RANK + ranks[:, None]
         out_at = out_ptr + rows[:, None].to(tl.int64) * out_stride + columns[None, :]
         b = tl.load(b_at, mask=in_rank[:, None] & in_tile[None, :], other=0)

@@ -80,6 +80,17 @@ def lora_shrink_kernel(
         shrink(x_at, a_at, h_at, mine, in_rank, start, end, depth, BLOCK_M, BLOCK_R, BLOCK_K)
 
 
+def cuts_of(width: int, rank: int, depth: int, *, split: bool) -> tuple[int, int, int]:
+    """Return the values of h that a program makes of a row, the pieces of the depth, and the depth of a piece.
+
+    width, rank   of all parts and of one
+    split         whether rows are so few that programs share the depth
+    """
+    splits = min(MAX_SPLITS, max(1, depth // SPLIT_DEPTH)) if split else 1
+    piece = triton.cdiv(triton.cdiv(depth, splits), BLOCK_K) * BLOCK_K
+    return width if width <= MOST_AT_ONCE else rank, splits, piece
+
+
 def lora_shrink(
     x_TK: torch.Tensor,
     a_SQK: torch.Tensor,
@@ -95,11 +106,8 @@ def lora_shrink(
     num_rows, depth = x_TK.shape
     num_slots, width, _ = a_SQK.shape
     assert x_TK.stride(1) == 1 and a_SQK[0].is_contiguous() and x_TK.dtype == a_SQK.dtype
-    if width <= MOST_AT_ONCE:
-        rank = width
+    rank, splits, piece = cuts_of(width, rank, depth, split=num_rows <= SPLIT_ROWS)
     parts = width // rank
-    splits = min(MAX_SPLITS, max(1, depth // SPLIT_DEPTH)) if num_rows <= SPLIT_ROWS else 1
-    piece = triton.cdiv(triton.cdiv(depth, splits), BLOCK_K) * BLOCK_K
     h_ZTQ = torch.empty(splits, num_rows, width, dtype=torch.float32, device=x_TK.device)
     if num_rows:
         grid = triton.cdiv(num_rows, BLOCK_M), num_slots, parts * splits
