@@ -18,6 +18,19 @@ from kernels.host.waits import waiting
 MAX_PAGEABLE_BYTES = 2**16
 
 
+def blocking_event(stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
+    """Return an event behind the work that a stream has by now. None: the current stream.
+
+    A thread that waits for it sleeps, and leaves its core to others.
+    """
+    event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    if stream is None:
+        event.record()
+    else:
+        event.record(stream)
+    return event
+
+
 class HostCopies:
     """The copies of one step: call it with each tensor once all tensors are computed, then `finish`, then `wait`."""
 

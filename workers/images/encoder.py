@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from kernels.host.host_copy import blocking_event
 from kernels.host.owned import start_thread
 from workers.images.cache import OutputCache
 from workers.images.limits import ImageLimits
@@ -147,9 +148,7 @@ class ImageEncoder:
             if self.device.type == "cuda":
                 if len(launched) == AHEAD:
                     launched.popleft().synchronize()
-                event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                event.record()
-                launched.append(event)
+                launched.append(blocking_event())
             self.pace.take(share)
 
         return pause

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kernels.host.host_copy import blocking_event
 from kernels.host.owned import start_thread
 from workers.kv_transfer.connector import Item, KVConnector, Transfer
 from workers.kv_transfer.contents import ROW_ALIGN, CacheContents
@@ -179,9 +180,7 @@ class HostTier(KVConnector):
         """Return the end of the work that the current stream has by now; None on CPU, where it is done."""
         if self._device.type != "cuda":
             return None
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream(self._device).record_event(event)
-        return event
+        return blocking_event(torch.cuda.current_stream(self._device))
 
     def _end_all(self) -> None:
         """End what waits, with nothing; the caller holds `_changed`."""

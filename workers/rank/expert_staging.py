@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kernels.host.host_copy import blocking_event
 from workers.engine.expert_moves import ExpertMoves
 from workers.engine.staging_pace import Pace
 from workers.layers.moe import MoeBlock, StagedMap, flat
@@ -128,7 +129,7 @@ class ExpertStager:
             if places:
                 self._read(layer, slots, places, rest)
                 if self._stream is not None:
-                    _recorded(self._stream).synchronize()
+                    blocking_event(self._stream).synchronize()
             new = StagedMap.of(slots, self._experts.base, self._rank, self._device)
         pairs = sorted((slot, places[expert]) for expert, slot in coming.items())
         return StagedLayer(layer, pairs, slots, new)
@@ -171,16 +172,9 @@ class ExpertStager:
         with torch.inference_mode():
             block.commit(staged.places, self._spare[staged.layer], staged.map)
         if self._stream is not None:
-            self._free = _recorded(torch.cuda.current_stream(self._device))
+            self._free = blocking_event(torch.cuda.current_stream(self._device))
         self._experts.moved(staged.layer, staged.slots)
         self._committed(staged.layer)
-
-
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Return an event behind the work of a stream. A thread that waits for it sleeps, and leaves its core to others."""
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
 
 
 def report(process: RankProcess, moves: ExpertMoves, stats: EngineStats) -> ExpertReport:
