@@ -100,8 +100,9 @@ class TritonLinearAttention(LinearAttention):
         assert cut <= most and (prompts or cut == batch.num_seqs), (cut, batch.num_seqs)
         slots, signed = self._graph_slots[:most], signed_slots(batch, device)
         slots[:cut].copy_(signed[:cut])
+        # Also behind this graph's slots: the next graph may have more.
         if cut < self._num_graph_slots:
-            slots[cut : self._num_graph_slots].zero_()
+            self._graph_slots[cut : self._num_graph_slots].zero_()
         self._num_graph_slots = cut
         starts, most_rows = None, most
         if several:

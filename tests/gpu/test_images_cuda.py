@@ -39,7 +39,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def towers(folder: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[VisionTower, VisionTower]:
     """On the CPU in float32, on the GPU in `dtype`."""
-    here, there = OneRank(folder).model.vision, OneRank(folder, dtype, device="cuda").model.vision
+    here, there = OneRank(folder).model.vision, OneRank(folder, dtype, device="cuda:0").model.vision
     assert here is not None and there is not None
     return here, there
 

@@ -108,6 +108,30 @@ def test_steps_of_fixed_rows_leave_the_slots_of_padding_alone():
     assert torch.equal(case.states[0].state.nan_to_num(-1), states[0].nan_to_num(-1))
 
 
+@torch.inference_mode()
+def test_a_larger_graph_behind_a_smaller_one_has_no_slots_of_graphs_before():
+    """Padding rows with the slot of a sequence would advance its state by rows of nobody."""
+    case = LinearCase([SMALL], [(3, 1)] * 7, device=DEVICE)
+    subject = TritonLinearAttention(case.specs)
+    subject.bind(case.states)
+    subject.reserve_graphs(8, 8)
+    batch = case.batch()
+    assert batch.state_slots is not None
+    for num_seqs, num_rows in ((7, 8), (2, 2), (3, 8)):
+        few = replace(
+            batch,
+            num_tokens=num_seqs,
+            num_seqs=num_seqs,
+            num_single_rows=num_seqs,
+            query_start_loc_cpu=batch.query_start_loc_cpu[: num_seqs + 1],
+            seq_lens_cpu=batch.seq_lens_cpu[:num_seqs],
+            state_slots=batch.state_slots[:num_seqs],
+        )
+        subject.plan_graph(few, num_rows, prompts=False)
+        slots = subject._decodes.slots
+        assert len(slots) == num_rows and slots[:num_seqs].all() and not slots[num_seqs:].any()
+
+
 @pytest.mark.parametrize("seqs", [[(4, 1), (0, 1), (3, 5), (0, 66)], [(0, 70)], [(2, 1)], []])
 @torch.inference_mode()
 def test_steps_of_fixed_rows_with_prompts(seqs: list[tuple[int, int]]):
