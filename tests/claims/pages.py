@@ -1,4 +1,4 @@
-"""Claims of the other pages with measured figures: api, bench, configuration, kv-cache, models, offline."""
+"""Claims of the other pages with measured figures: api, bench, configuration, experts, kv-cache, models, offline."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -74,6 +74,16 @@ def bench() -> Iterator[str]:
     rates, first = _streams()
     yield f"streams {rates[0]:,.0f} tok/s over 32 connections, and its median first token comes after {first[0]:.1f} ms"
     yield from _client()
+
+
+def experts() -> Iterator[str]:
+    """Gaps between tokens while experts move."""
+    gpus, cpus = load("gpu-expert-moves-four"), load("cpu-expert-moves")
+    assert gpus["ranks"] == 4 and gpus["load"]["share"] == 0.5 and cpus["ranks"] == 2
+    yield f"was [{gpus['gap_p99_of_still']:.2f} times](results/gpu-expert-moves-four.md) as long"
+    assert gpus["layers"] == 48
+    yield f"a move of 48 layers took {gpus['all_layers_s_max']:.1f} s"
+    yield f"it was [{cpus['gap_p99_of_still']:.2f} times](results/cpu-expert-moves.md) as long"
 
 
 def _client() -> Iterator[str]:

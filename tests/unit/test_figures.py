@@ -21,7 +21,7 @@ CLAIMS: dict[str, tuple[Claims, ...]] = {
     "docs/cluster.md": (constants.cluster,),
     "docs/configuration.md": (pages.configuration,),
     "docs/experiments.md": (experiments.claims,),
-    "docs/experts.md": (constants.experts,),
+    "docs/experts.md": (pages.experts, constants.experts),
     "docs/kv-cache.md": (pages.kv_cache, constants.kv_cache),
     "docs/images.md": (constants.images,),
     "docs/models.md": (pages.models, constants.models),
