@@ -8,7 +8,7 @@ from tests import gpus_needed
 from tests.claims import RESULTS, load, row
 from workers.config import CacheConfig
 
-FOUR, ONE = "vllm-comparison", "vllm-comparison-one-gpu"
+FOUR, ONE, NEWER = "vllm-comparison", "vllm-comparison-one-gpu", "gpu-serving-four-h200"
 # Beginning of a row, place of the load in the file, key of the figures.
 FOUR_GPUS = (
     ("512 / 1,024 / 1,024: output tok/s", 0, "output_tokens_per_s"),
@@ -60,17 +60,20 @@ def four_gpus() -> Iterator[str]:
         f"{vllm['ms_per_token']} ({tensor} with tensor parallelism)",
         f"{few['ratio']:.2f} ({tensor / own:.2f})",
     )
-    older, newer = load("gpu-serving-four-before"), load("gpu-serving-four")
-    assert older["commit"] == found["commit"] and "H100" in newer["hardware"]["gpus"][3]
-    before, after = (
-        [one["result"]["total_tokens_per_s"] for one in report["loads"][:3]]
-        for report in (older, newer)
-    )
-    shares = [f"{new / old:.3f}" for new, old in zip(after, before, strict=True)]
-    yield (
-        f"On four H100, the development version of {newer['date'][:10]} made {shares[0]}, {shares[1]} and "
-        f"{shares[2]} of version 0.1's tok/s in the first three loads"
-    )
+    for name, end in ((NEWER, ""), (f"{NEWER}-fp8", "in FP8 it makes ")):
+        newer = load(name)
+        assert newer["hardware"]["gpus"] == 4 * ["NVIDIA H200, 143771 MiB"] and newer["clean_tree"]
+        decodes, short, prompts, few = (one["result"] for one in newer["loads"][:4])
+        rates = [f"{one['output_tokens_per_s']:,.0f}" for one in (decodes, short)]
+        rates.append(f"{prompts['total_tokens_per_s']:,.0f}")
+        token = f"takes {few['tpot_ms']['p50']:.1f} ms"
+        if end:
+            yield f"{end}{rates[0]}, {rates[1]} and {rates[2]}, and {token}"
+        else:
+            yield (
+                f"The development version of {newer['date'][:10]} on four H200 makes {rates[0]} and {rates[1]} output "
+                f"tok/s and {rates[2]} tok/s in all in the first three loads, and {token} a token with 4 in flight"
+            )
     fp8 = found["fp8_on_two_gpus_output_tokens_per_s"]
     ratios = [one["ratio"] for one in fp8]
     yield f"FP8 on two H200 was {min(ratios)} to {max(ratios)} times as fast as vLLM in the comparison"
