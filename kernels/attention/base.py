@@ -274,6 +274,10 @@ class GraphAttention(Attention):
         """Return the form of a graph of decodes with drafts, where `mixed_graph` is true."""
         return GraphForm.MIXED
 
+    def follows(self, num_rows: int) -> bool:
+        """Return whether `plan_graph` of the form of drafts takes `AttentionBatch.behind`."""
+        return False
+
     def shorten(self, lens_R: torch.Tensor, slots_R: torch.Tensor) -> None:
         """Compute the decodes of the last `plan_graph` from here on with these lengths, which only the device has.
 

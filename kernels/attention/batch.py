@@ -53,6 +53,8 @@ class AttentionBatch:
     prefix_groups_cpu     int32 [B]: sequences with equal numbers have the same leading blocks, -1: no other sequence is
                           known to have them. None: not looked for
     prefix_blocks_cpu     int32 [B]: how many leading blocks these sequences have in common, all of computed tokens
+    behind                int64 [B]: by how many tokens each sequence is shorter than in seq_lens_cpu; None: by none.
+                          GraphAttention.follows has the plans that take it
     """
 
     num_tokens: int
@@ -67,6 +69,7 @@ class AttentionBatch:
     state_slots: Annotated[torch.Tensor | None, Shape("seq")] = None
     prefix_groups_cpu: Annotated[np.ndarray | None, Shape("seq")] = None
     prefix_blocks_cpu: Annotated[np.ndarray | None, Shape("seq")] = None
+    behind: Annotated[torch.Tensor | None, Shape("seq")] = None
     num_verify: int = 0
     rows_before: int = 0
 

@@ -318,6 +318,9 @@ class FlashInferAttention(GraphAttention):
         self._slots = self._graphs.slots[:num_rows]
         copied.record(torch.cuda.current_stream(self._device))
 
+    def follows(self, num_rows: int) -> bool:
+        return self.drafts_form(num_rows) == GraphForm.DRAFTS
+
     def shorten(self, lens_R: torch.Tensor, slots_R: torch.Tensor) -> None:
         assert self._graphs is not None, "reserve_graphs comes first"
         self._graphs.shorten(lens_R)

@@ -143,6 +143,9 @@ class GraphPlans:
         slots = batch.slot_mapping, self.slots[:num_rows]
         every = slice(0, batch.num_seqs)
         pages = self._ship(batch, every, num_rows, buffers, slots, queries=True)
+        if batch.behind is not None:
+            # The lists of pages stay, see `shorten`; a chunk of keys behind the end has none.
+            pages.last_lens[: batch.num_seqs].sub_(batch.behind)
         return [
             graphs.plan_drafts(pages, buffers, workspace, batch.num_tokens)
             for graphs in self._of_shape

@@ -34,6 +34,10 @@ class GraphPlanner:
         """See GraphAttention."""
         return self.attention.drafts_form(num_rows)
 
+    def follows(self, num_rows: int) -> bool:
+        """See GraphAttention."""
+        return self.attention.follows(num_rows)
+
     def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
         """See GraphAttention."""
         self.attention.reserve_graphs(max_rows, max_seqs, max_blocks)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,9 +62,15 @@ class EagerPlanner:
             device = self._linear.states[0].state.device
             self._linear.plan(AttentionBatch.dummy_states(num_rows, per_seq, max_seqs, device))
 
+    def follows(self, num_rows: int) -> bool:
+        return True
+
     def _plan(self, batch: AttentionBatch) -> None:
         slots = torch.where(batch.slot_mapping < 0, self._spare_slot, batch.slot_mapping)
-        self._attention.plan(replace(batch, slot_mapping=slots))
+        lens = batch.seq_lens_cpu
+        if batch.behind is not None:
+            lens = (lens - batch.behind.numpy()).astype(np.int32)
+        self._attention.plan(replace(batch, slot_mapping=slots, seq_lens_cpu=lens, behind=None))
 
 
 class ShortenedPlanner(EagerPlanner):
@@ -91,7 +98,8 @@ def make_capturable(
     planner = ShortenedPlanner(attention)
     for name, value in (("graph", True), ("mixed_graph", mixed), ("shortens", True)):
         monkeypatch.setattr(attention, name, value, raising=False)
-    for name in ("reserve_graphs", "forms", "form", "drafts_form", "plan_graph", "shorten"):
+    names = ("reserve_graphs", "forms", "form", "drafts_form", "follows", "plan_graph", "shorten")
+    for name in names:
         monkeypatch.setattr(attention, name, getattr(planner, name), raising=False)
 
 

@@ -16,6 +16,7 @@ from tests.unit.schedulers import group_of
 from workers.config import SchedulerConfig
 from workers.kv_cache.block_groups import FullGroup
 from workers.kv_cache.manager import KVCacheManager
+from workers.runner.accepted_drafts import AcceptedDrafts
 from workers.runner.batch_builder import OPTIONAL, ForwardBatchBuilder, _Staging
 from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import ScheduledBatch
@@ -116,7 +117,7 @@ def test_pending_tokens_are_resolved_but_for_a_graph():
     row = step.seqs[1].row
     rows[0].token_ids[row, 5] = -1 - row
     last_tokens = torch.arange(50, 50 + MAX_SEQS)
-    builder = builder_of(rows, last_tokens=last_tokens)
+    builder = builder_of(rows, accepted=AcceptedDrafts(MAX_SEQS, CPU, last_tokens, None))
     expected = [3, 50 + row, 0]
     assert builder.build(step, 3).input_ids.tolist() == expected
     batch = builder.build(step, 3, graph=True)

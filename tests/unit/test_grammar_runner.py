@@ -51,7 +51,7 @@ def test_the_mask_is_begun_before_the_forward_and_awaited_after_it(epoch, monkey
 
         monkeypatch.setattr(owner, name, noting)
 
-    note(runner._masks, "start", "start")
+    note(runner._masks._masks, "start", "start")
     note(runner.model, "forward", "forward")
     note(runner.model, "compute_logits", "logits")
     note(PendingBitmask, "wait", "wait")
@@ -81,8 +81,9 @@ def test_a_prompt_in_chunks_waits_for_its_mask(epoch):
 def test_masks_belong_to_the_sequences_that_sample(epoch):
     """A chunk of one token precedes a prompt that samples: the first row of the logits is not the chunk's."""
     runner, grammars = epoch.engine.runner, []
-    start = runner._masks.start
-    runner._masks.start = lambda found: start(grammars.append(list(found)) or grammars[-1])
+    masks = runner._masks._masks
+    start = masks.start
+    masks.start = lambda found: start(grammars.append(list(found)) or grammars[-1])
     grammar = LLMatcher.grammar_from_regex
     epoch.engine.submit(make_request("short", [1] * 255, max_tokens=4, grammar=grammar("ab")))
     epoch.engine.submit(make_request("long", [2] * 300, max_tokens=4, grammar=grammar("xyz")))

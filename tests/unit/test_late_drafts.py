@@ -34,10 +34,13 @@ ASYNCHRONOUS = {"scheduler": {**SMALL["scheduler"], "async_scheduling": True}}
 
 
 class Late:
-    """Drafts that are right now and then, and that may not be read before the forward behind them is launched."""
+    """Drafts that are right now and then, and that may not be read before the forward behind them is launched.
+
+    num_unknown   sequences of forwards, launched before the host had read how many drafts of the step before are right
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[int]]):
-        self.answers, self.num_late, self.early = answers, 0, 0
+        self.answers, self.num_late, self.early, self.num_unknown = answers, 0, 0, 0
         self._unread: StepDrafts | None = None
         run_passes, put = DraftPasses.run, DraftStore.put
         settle, resolve, read = DraftStore.settle, DraftStore.resolve, StepDrafts.read
@@ -68,6 +71,14 @@ class Late:
             self.early += step is self._unread
             return read(step, index, count)
 
+        are_unknown = InputBatch.has_unknown_lengths
+
+        def count_unknown(table: InputBatch, rows: np.ndarray) -> np.ndarray:
+            found = are_unknown(table, rows)
+            self.num_unknown += int(found.sum())
+            return found
+
+        monkeypatch.setattr(InputBatch, "has_unknown_lengths", count_unknown)
         monkeypatch.setattr(DraftPasses, "run", run_right)
         monkeypatch.setattr(DraftStore, "put", put_unread)
         monkeypatch.setattr(DraftStore, "settle", settle_now)
@@ -116,6 +127,7 @@ def test_drafts_are_read_behind_the_launch_that_verifies_them(
     found, counts = run(sections, params, prepare, speculation=speculation, **ASYNCHRONOUS)
     assert found == plain
     assert counts["accepted"] > 15 and late.num_late == counts["drafted"] and not late.early
+    assert late.num_unknown > 15
     assert graphs is None or sum(graphs.replays.values()) > 12
 
 
@@ -218,6 +230,7 @@ def test_tokens_stay_with_aborts_preemptions_and_other_samplers(
     sections = {**sections, "speculation": speculation | {"adaptive": False}}
     found, num_preemptions = tokens_of(sections, prepare, aborts)
     assert num_preemptions and late.num_late > 50 and not late.early
+    assert late.num_unknown > 20
     for name, tokens in plain.items():
         assert found[name] == tokens[: len(found[name])], name
         assert name in aborts or len(found[name]) == len(tokens), name

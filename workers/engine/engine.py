@@ -231,9 +231,12 @@ class Engine:
     def _launch(self, batch: ScheduledBatch, plan: StepPlan) -> Pending[StepOutput]:
         """Launch a step. Draws that need a token of the step before wait behind the forward, not before the vote."""
         if batch.draws_late:
-            return self.runner.launch(batch, plan, partial(self._commit_before_draws, batch))
-        output = self.runner.launch(batch, plan)
-        self.scheduler.launched(batch)
+            output = self.runner.launch(batch, plan, partial(self._commit_before_draws, batch))
+        else:
+            output = self.runner.launch(batch, plan)
+            self.scheduler.launched(batch)
+        if self.scheduler.speculator is not None:
+            self.scheduler.drafted(batch, self.runner.coming_drafts)
         return output
 
     def _commit_before_draws(self, batch: ScheduledBatch) -> None:

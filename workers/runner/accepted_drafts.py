@@ -1,8 +1,9 @@
-"""Which drafts of a step count, computed on the device, for linear attention: its states follow without the host.
+"""Which drafts of a step count, computed on the device: the next forward finds its tokens without the host.
 
-The host finds the same numbers when it reads the draws (`workers.step.step_output.count_verified`). Here nothing waits.
+The host finds the same numbers when it reads the draws (`workers.step.step_output.count_verified`). Here nothing waits
+but `read`.
 
-B sequences, L rows with logits.
+B sequences, S sequences with rows with logits, L rows with logits, R rows of the InputBatch.
 """
 
 import numpy as np
@@ -14,27 +15,82 @@ from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import ScheduledBatch
 
 
-def accept_drafts(
-    linear_attention: LinearAttention,
-    scheduled: ScheduledBatch,
-    batch: ForwardBatch,
-    token_L: torch.Tensor,
-    counts_B: np.ndarray | None,
-) -> None:
-    """Enter the drafts of a forward that count in the slots of its sequences.
+class AcceptedDrafts:
+    """What the last launched forwards leave on the device for the next one. Belongs to one runner.
 
-    token_L    int64, the draws on the device
-    counts_B   how many draws of each sequence count; None: those that equal its drafts, and one more
+    last_tokens   int64 [R and more]: the last token drawn in each row, of those that count; None: the host reads the
+                  tokens of a step before the next step
+    rejected_R    int64 [R]: how many drafts of the row's last step do not count
     """
-    slots_B = batch.state_slots
-    assert slots_B is not None, "the model has linear attention"
-    accepted_B = None
-    if scheduled.draft_token_ids is not None:
+
+    def __init__(
+        self,
+        num_rows: int,
+        device: torch.device,
+        last_tokens: torch.Tensor | None,
+        linear_attention: LinearAttention | None,
+    ):
+        self.last_tokens = last_tokens
+        self.rejected_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._linear_attention = linear_attention
+
+    def enter(
+        self,
+        scheduled: ScheduledBatch,
+        batch: ForwardBatch,
+        token_L: torch.Tensor,
+        counts_B: np.ndarray | None,
+    ) -> None:
+        """Enter the draws of a forward, on the stream of the forward.
+
+        token_L    int64, the draws on the device; negative where no token could be drawn
+        counts_B   how many draws of each sequence count; None: those that equal its drafts, and one more
+        """
+        if scheduled.draft_token_ids is None:
+            if self.last_tokens is not None and len(token_L):
+                self.last_tokens.index_copy_(0, batch.sampling_rows, token_L.clamp(min=0))
+            if self._linear_attention is not None:
+                self._linear_attention.accept(_slots(batch))
+            return
         if counts_B is None:
             accepted_B = count_accepted(scheduled, token_L)
         else:
-            accepted_B = to_device(np.maximum(counts_B - 1, 0), slots_B.device)
-    linear_attention.accept(slots_B, accepted_B)
+            accepted_B = to_device(np.maximum(counts_B - 1, 0), token_L.device)
+        if self._linear_attention is not None:
+            self._linear_attention.accept(_slots(batch), accepted_B)
+        if self.last_tokens is not None:
+            self._keep_last(self.last_tokens, scheduled, batch, token_L, accepted_B)
+
+    def _keep_last(
+        self,
+        last_tokens: torch.Tensor,
+        scheduled: ScheduledBatch,
+        batch: ForwardBatch,
+        token_L: torch.Tensor,
+        accepted_B: torch.Tensor,
+    ) -> None:
+        seqs = np.flatnonzero(scheduled.num_logits)
+        num_logits = scheduled.num_logits[seqs]
+        firsts = num_logits.cumsum() - num_logits
+        seq_S, first_S, drafts_S = to_device(
+            np.stack((seqs, firsts, num_logits - 1)), token_L.device
+        )
+        accepted_S = accepted_B.index_select(0, seq_S)
+        last_S = first_S + accepted_S
+        rows_S = batch.sampling_rows.index_select(0, last_S)
+        # Tokens that follow an invalid token are discarded with it.
+        last_tokens.index_copy_(0, rows_S, token_L.index_select(0, last_S).clamp_(min=0))
+        self.rejected_R.index_copy_(0, rows_S, drafts_S - accepted_S)
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """Return how many drafts of the last step of these rows do not count, int64. Waits for the device."""
+        found: np.ndarray = self.rejected_R.cpu().numpy()[rows]
+        return found
+
+
+def _slots(batch: ForwardBatch) -> torch.Tensor:
+    assert batch.state_slots is not None, "the model has linear attention"
+    return batch.state_slots
 
 
 def count_accepted(scheduled: ScheduledBatch, token_L: torch.Tensor) -> torch.Tensor:

@@ -5,14 +5,16 @@ All integers of a forward lie in one host array, so that one copy from pinned me
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from kernels.attention.batch import Axis
+from kernels.host.host_copy import to_device
 from workers.kv_cache.manager import KVCacheManager
+from workers.runner.accepted_drafts import AcceptedDrafts
 from workers.runner.image_rows import ImageRows
 from workers.step.forward_batch import ForwardBatch, resolve_pending
 from workers.step.scheduled_batch import ScheduledBatch
@@ -100,8 +102,7 @@ class ForwardBatchBuilder:
     adapters      sequences may have adapters
     shares        attention may read leading blocks that sequences share once
     images        where the embeddings of images go; None: there are no images
-    last_tokens   int64 [table rows and more], the token drawn last in each row, and drafts, for sequences with tokens
-                  that are not yet on the host; None: there are no such sequences
+    accepted      tokens, and drafts that count, which are not yet on the host
     """
 
     def __init__(
@@ -115,9 +116,11 @@ class ForwardBatchBuilder:
         adapters: bool = False,
         shares: bool = False,
         images: ImageRows | None = None,
-        last_tokens: torch.Tensor | None = None,
+        accepted: AcceptedDrafts | None = None,
     ):
-        self.last_tokens, self.max_num_tokens = last_tokens, max_num_tokens
+        self.last_tokens = None if accepted is None else accepted.last_tokens
+        self.max_num_tokens = max_num_tokens
+        self._accepted = accepted
         self._table, self._cache, self._shares = table, cache, shares
         self._adapters, self._images = adapters, images
         largest: dict[Axis, int] = {
@@ -139,17 +142,25 @@ class ForwardBatchBuilder:
         *,
         graph: bool = False,
         adapters: bool = False,
+        follows: bool = False,
     ) -> ForwardBatch:
         """Return the tensors of `batch`, padded to `num_rows` rows.
 
         graph      for a CUDA graph: it resolves pending tokens itself and reads the number of tokens on the device
         adapters   rows may have adapters, on this rank or on another one
+        follows    attention takes `AttentionBatch.behind`: sequences of which the host does not know the length have
+                   the longest one on the host. Without, the host waits for the device where there are such sequences
         """
         table = self._table
         num_seqs, num_tokens = len(batch.seqs), batch.num_tokens
         assert num_tokens <= num_rows, f"{num_tokens} tokens do not fit in {num_rows} rows"
         rows, query_start_loc = batch.rows, batch.query_start_loc
         row_of_token, starts = batch.row_of_token, table.num_computed_tokens[rows]
+        unknown = table.has_unknown_lengths(rows)
+        any_unknown = self._accepted is not None and bool(unknown.any())
+        if any_unknown and not follows:
+            assert self._accepted is not None
+            starts = starts - np.where(unknown, self._accepted.read(rows), 0)
         positions = batch.positions(starts)
         ends = starts + batch.num_new_tokens
         seq_lens = ends.astype(np.int32)
@@ -157,13 +168,16 @@ class ForwardBatchBuilder:
         sampling_rows = rows[batch.logits_seqs]
         sampling_positions = ends[batch.logits_seqs] - batch.logits_behind
         self._enter_drafts(batch, sampling_rows, sampling_positions)
+        input_ids = table.token_ids[row_of_token, positions]
+        if any_unknown:  # the table has drafts there
+            input_ids[query_start_loc[:-1][unknown]] = -1 - rows[unknown]
 
         device: dict[str, Any] = self._staging.ship(
             num_rows,
             self._cache.fields(rows, row_of_token, positions, max_len)
             | {
                 "num_token_non_padded": np.array([num_tokens]),
-                "input_ids": table.token_ids[row_of_token, positions],
+                "input_ids": input_ids,
                 "positions": positions,
                 "logits_indices": batch.logits_rows,
                 "sampling_rows": sampling_rows,
@@ -171,6 +185,8 @@ class ForwardBatchBuilder:
             | self._slots(row_of_token)
             | self._place_images(batch, starts, query_start_loc, (row_of_token, positions)),
         )
+        if any_unknown and follows:
+            device["behind"] = self._step_back(batch, device, np.where(unknown, rows, -1))
         if not adapters:
             device.pop("adapter_slots", None)
         self._add_embeds(device, num_rows, graph=graph)
@@ -190,6 +206,38 @@ class ForwardBatchBuilder:
             sampling_positions_cpu=sampling_positions,
             **self._prefixes(batch),
             **device,
+        )
+
+    def _step_back(
+        self, batch: ScheduledBatch, fields: dict[str, torch.Tensor], rows_B: np.ndarray
+    ) -> torch.Tensor:
+        """Move the tokens of sequences back by their rejected drafts, on the device; return by how many, int64 [B].
+
+        rows_B    rows in the InputBatch; -1: the sequence stays
+        """
+        assert self._accepted is not None
+        rejected_R, size = self._accepted.rejected_R, self._cache.block_size
+        seqs = np.arange(len(rows_B)).repeat(batch.num_new_tokens)
+        packed = to_device(np.concatenate((rows_B, rows_B[seqs], seqs)), rejected_R.device)
+        row_N = packed[: len(rows_B) + len(seqs)]
+        back_N = torch.where(row_N < 0, 0, rejected_R.index_select(0, row_N.clamp(min=0)))
+        back_B, back_T = back_N.split([len(rows_B), len(seqs)])
+        seq_T, count = packed[len(row_N) :], len(seqs)
+        positions_T = fields["positions"][:count].sub_(back_T)
+        if "rope_positions" in fields:
+            fields["rope_positions"][:count].sub_(back_T[:, None])
+        blocks_T = fields["block_table"][seq_T, positions_T // size]
+        torch.add(blocks_T * size, positions_T % size, out=fields["slot_mapping"][:count])
+        return back_B
+
+    def settled(self, scheduled: ScheduledBatch, batch: ForwardBatch) -> ForwardBatch:
+        """Return a launched batch with the lengths that the host has learnt since it was built."""
+        ends = self._table.num_computed_tokens[scheduled.rows]
+        return replace(
+            batch,
+            seq_lens_cpu=ends.astype(np.int32),
+            sampling_positions_cpu=ends[scheduled.logits_seqs] - scheduled.logits_behind,
+            behind=None,
         )
 
     def _prefixes(self, batch: ScheduledBatch) -> dict[str, Any]:

@@ -244,6 +244,10 @@ class StepGraphs:
         self._graphs.clear()
         self._postponed.clear()
 
+    def follows(self, key: GraphKey) -> bool:
+        """Return whether the plan of this graph takes sequences of which only the device knows the length."""
+        return key.mode == GraphMode.VERIFY and not key.ubatch and self._whole.follows(key.rows)
+
     def plan(self, batch: ForwardBatch, key: GraphKey) -> ForwardGraph:
         """Plan attention for a replay; the batch was built with `key.rows` rows. Returns the graph to replay."""
         planner, prompts = self._planner(key), key.mode.takes_several_rows

@@ -109,15 +109,26 @@ class DraftStore:
 
     def drafts_of(self, step: StepDrafts, rows: DraftRows, counts_B: np.ndarray) -> Drafts:
         """Return the drafts of the sequences of a batch, where `counts_B` draws of each count."""
-        depth, num_seqs = step.drafts_SK.shape[1], len(counts_B)
-        num_drafts_S = rows.num_drafts(counts_B[rows.seqs], depth)
+        num_drafts_S = rows.num_drafts(counts_B[rows.seqs], step.drafts_SK.shape[1])
         places: dict[int, int] = dict(zip(rows.seqs.tolist(), count(), strict=False))
-        found: list[tuple[int, ...]] = [()] * num_seqs
         if self._last_tokens is None:
+            known: list[tuple[int, ...]] = [()] * len(counts_B)
             for seq, place in places.items():
-                found[seq] = step.read(place, int(num_drafts_S[place]))
-            return Drafts.known(found)
-        references, entries = self._references, rows.table * (1 + self._num_drafts) + num_drafts_S
-        for seq, entry in zip(places, entries.tolist(), strict=True):
-            found[seq] = references[entry]
+                known[seq] = step.read(place, int(num_drafts_S[place]))
+            return Drafts.known(known)
+        found = self._referring(rows, num_drafts_S, len(counts_B))
         return Drafts(found, lambda seq: step.read(places[seq], len(found[seq])))
+
+    def coming(self, step: StepDrafts, rows: DraftRows, num_seqs: int) -> list[tuple[int, ...]]:
+        """Return references to the drafts of the sequences of a batch, before it is known how many draws count."""
+        num_drafts_S = rows.num_drafts(rows.num_logits, step.drafts_SK.shape[1])
+        return self._referring(rows, num_drafts_S, num_seqs)
+
+    def _referring(
+        self, rows: DraftRows, num_drafts_S: np.ndarray, num_seqs: int
+    ) -> list[tuple[int, ...]]:
+        references, entries = self._references, rows.table * (1 + self._num_drafts) + num_drafts_S
+        found: list[tuple[int, ...]] = [()] * num_seqs
+        for seq, entry in zip(rows.seqs.tolist(), entries.tolist(), strict=True):
+            found[seq] = references[entry]
+        return found

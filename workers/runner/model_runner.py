@@ -14,7 +14,7 @@ from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_snapshots import independent
 from workers.models.decoder import DecoderLM
 from workers.pooling.head import PoolingHead
-from workers.runner.accepted_drafts import accept_drafts
+from workers.runner.accepted_drafts import AcceptedDrafts
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
 from workers.runner.draft_graphs import TargetStates
@@ -24,7 +24,8 @@ from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.runner.image_rows import ImageRows
 from workers.runner.ran import Forwarded, Ran, StepDraft, run_times
 from workers.runner.row_logits import batch_logits, prompt_logits
-from workers.sampling.grammar_bitmask import GrammarBitmasks, PendingBitmask
+from workers.runner.row_masks import RowMasks
+from workers.sampling.grammar_bitmask import PendingBitmask
 from workers.sampling.logprobs import PromptLogprobs
 from workers.sampling.sampler import SampledTokens, Sampler
 from workers.speculation.synthetic import SyntheticAcceptance
@@ -82,22 +83,27 @@ class ModelRunner:
         self._sampler = Sampler(table, max_num_seqs, model.config.vocab_size, device)
         self._prompt_logprobs = PromptLogprobs()
         self._pooling = PoolingHead(model)
-        self._masks = GrammarBitmasks(model.config.vocab_size, num_threads)
-        self._met_grammar = False
+        self._masks = RowMasks(model.config.vocab_size, num_threads)
         self._copy_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # The last token drawn in each row of the table, then the drafts behind it.
-        self._last_tokens: torch.Tensor | None = None
+        last_tokens: torch.Tensor | None = None
         num_drafts = 0 if drafts is None else drafts.num_drafts
         if asynchronous:
             size = max_num_seqs * (1 + num_drafts)
-            self._last_tokens = torch.zeros(size, dtype=torch.int64, device=device)
+            last_tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        self._accepted = AcceptedDrafts(
+            max_num_seqs, device, last_tokens, backends.linear_attention
+        )
+        # References to the drafts that the last launched step makes, of each sequence; None: it makes none, or the host
+        # reads them before the next step.
+        self.coming_drafts: list[tuple[int, ...]] | None = None
         self._store: DraftStore | None = None
         self._draft_clock: StepClock | None = None  # of the passes behind the last step
         if drafts is not None:
-            drafts.last_tokens = self._last_tokens
-            self._store = DraftStore(table, num_drafts, self._last_tokens)
+            drafts.last_tokens = last_tokens
+            self._store = DraftStore(table, num_drafts, last_tokens)
         self._builder = ForwardBatchBuilder(
             table,
             cache,
@@ -107,7 +113,7 @@ class ModelRunner:
             adapters=adapters,
             shares=backends.attention.shared_reads is not None,
             images=ImageRows.of(model, max_num_tokens),
-            last_tokens=self._last_tokens,
+            accepted=self._accepted,
         )
 
     @torch.inference_mode()
@@ -127,11 +133,15 @@ class ModelRunner:
         self._admit(scheduled)
         num_rows = plan.tokens_to_run(self._rank)
         batch = self._builder.build(
-            scheduled, num_rows, graph=key is not None, adapters=plan.adapters
+            scheduled,
+            num_rows,
+            graph=key is not None,
+            adapters=plan.adapters,
+            follows=key is not None and self.graphs is not None and self.graphs.follows(key),
         )
         self._copy_states(scheduled.state_copies)
         forward = self._plan(batch, plan, key)
-        mask = self._start_mask(scheduled) if before_draws is None else None
+        mask = self._masks.start(scheduled) if before_draws is None else None
         prepare = time.perf_counter() - started
         clock = StepClock(self._device)
         clock.mark()
@@ -143,7 +153,8 @@ class ModelRunner:
         clock.mark()
         if before_draws is not None:
             before_draws()
-            mask = self._start_mask(scheduled)
+            batch = self._builder.settled(scheduled, batch)
+            mask = self._masks.start(scheduled)
         if self._store is not None:
             self._store.settle()
             scheduled = self._store.resolve(scheduled, batch)
@@ -153,6 +164,7 @@ class ModelRunner:
         sampled, read = self._try_output(
             scheduled, batch, forwarded, mask, clock, prepare, counts_B
         )
+        self.coming_drafts = None
         if self.drafts is None or not plan.draft_reads:
             return Pending(partial(read, None))
         found = self._draft(self.drafts, scheduled, batch, plan, forwarded, sampled, counts_B)
@@ -178,9 +190,7 @@ class ModelRunner:
             logits_LV = forwarded[1]
             if logits_LV is not None:
                 sampled = self._sample(logits_LV, batch, mask, scheduled.draft_token_ids)
-            if self._linear_attention is not None:
-                drawn = sampled.token_B, counts_B
-                accept_drafts(self._linear_attention, scheduled, batch, *drawn)
+            self._accepted.enter(scheduled, batch, sampled.token_B, counts_B)
             read = self._finish(scheduled, batch, forwarded, sampled, clock, prepare, counts_B)
             return sampled, read
         except Exception as error:
@@ -210,7 +220,11 @@ class ModelRunner:
             raise
         clock.mark()
         self._draft_clock = clock
-        return StepDraft(drafted.rows, self._store.put(*drafted, self._copy_stream), before)
+        drafts_on_way = self._store.put(*drafted, self._copy_stream)
+        if self.asynchronous:
+            num_seqs = len(scheduled.seqs)
+            self.coming_drafts = self._store.coming(drafts_on_way, drafted.rows, num_seqs)
+        return StepDraft(drafted.rows, drafts_on_way, before)
 
     def _finish(
         self,
@@ -279,7 +293,7 @@ class ModelRunner:
             self._sampler.admit(seq)
             self._prompt_logprobs.admit(seq)
             self._pooling.admit(seq)
-            self._met_grammar |= seq.grammar is not None
+            self._masks.admit(seq)
 
     def make_graphs(self, sizes: GraphSizes, *, on_demand: bool = False) -> StepGraphs:
         """Return graphs of these sizes, still to be captured; plans with a `graph_mode` replay them."""
@@ -371,27 +385,12 @@ class ModelRunner:
         draft_token_ids_L: np.ndarray | None,
     ) -> SampledTokens:
         allowed = None if mask is None else mask.wait()
-        sampled = self._sampler.sample(
+        return self._sampler.sample(
             logits_LV,
             batch.sampling_rows_cpu,
             batch.sampling_positions_cpu,
             allowed,
             draft_token_ids_L,
-        )
-        if self._last_tokens is not None:
-            # Tokens that follow an invalid token are discarded with it. Of the draws of a sequence with drafts any one
-            # stays here, because its next step waits until the host has its last token.
-            self._last_tokens.index_copy_(0, batch.sampling_rows, sampled.token_B.clamp(min=0))
-        return sampled
-
-    def _start_mask(self, scheduled: ScheduledBatch) -> PendingBitmask | None:
-        """Start to compute the grammar masks of the rows with logits; draws of ended sequences are dropped."""
-        if not self._met_grammar:
-            return None
-        return self._masks.start(
-            (None if part.seq.finished else part.seq.grammar, part.draft_token_ids)
-            for part in scheduled.parts
-            if part.num_logits
         )
 
 

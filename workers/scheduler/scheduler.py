@@ -145,14 +145,13 @@ class Scheduler:
     def needs_tokens(self) -> bool:
         """Whether a running sequence needs the tokens of the launched steps before its next step is scheduled.
 
-        A sequence of which only the next draw needs them does not, unless a draft model drafts behind the draws.
+        A sequence of which only the next draw needs them does not. Drafts of a draft model follow tokens that only the
+        device has; a grammar must read both, so sequences with grammars get drafts where no other sequence would wait.
         """
-        late = self.speculator is None or not self.speculator.uses_model
-        return any(
-            seq.num_pending
-            and (seq.speculates or seq.draft_token_ids or (seq.needs_last_token and not late))
-            for seq in self.running
-        )
+        pending = [seq for seq in self.running if seq.num_pending]
+        if self.speculator is not None and self.speculator.uses_model:
+            return bool(pending) and all(seq.grammar is not None for seq in pending)
+        return any(seq.speculates or seq.has_unknown_length for seq in pending)
 
     def adapter_vote(self, batch: ScheduledBatch | None) -> dict[str, int]:
         """Return the fields of this rank's Vote that concern adapters."""
@@ -238,6 +237,12 @@ class Scheduler:
             if seq.images is not None:
                 seq.images.launched(seq.num_computed_tokens)
 
+    def drafted(self, batch: ScheduledBatch, references: Iterable[tuple[int, ...]] | None) -> None:
+        """Take the references to the drafts that a launched step makes, for each sequence of its batch; None: none."""
+        for seq, coming in zip(batch.seqs, references, strict=True) if references else ():
+            if not seq.finished:
+                seq.coming_drafts = coming
+
     def follow(self, plan: StepPlan) -> None:
         """Enter the plan of a step, before its launch."""
         if self.adapters is not None:
@@ -270,7 +275,7 @@ class Scheduler:
         if speculator is None or num_free < 2 * num_groups:
             return 0
         decodes = [it for it in self.running if it.num_computed_tokens >= it.num_prefill_tokens]
-        seqs = [seq for seq in decodes if not seq.num_pending]
+        seqs = [seq for seq in decodes if seq.takes_drafts]
         free = budget - len(self.running)
         for seq, drafts in speculator.drafts(seqs, len(decodes), free) if free > 0 else ():
             seq.propose(drafts)

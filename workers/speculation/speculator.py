@@ -187,7 +187,7 @@ class Speculator:
         if most < 1 or not seqs:
             return
         seqs = [seq for seq in seqs if seq not in self._waiting]
-        found = [(seq, drafts) for seq in seqs if (drafts := self._drafter.propose(seq, most))]
+        found = [(seq, drafts) for seq in seqs if (drafts := self._proposed(seq, most))]
         available_S = np.array([len(drafts) for _, drafts in found], dtype=np.int64)
         if self._adaptive:
             acceptance_S = self._acceptance_of([seq for seq, _ in found])
@@ -198,6 +198,10 @@ class Speculator:
         for (seq, drafts), depth in zip(found, depths.tolist(), strict=True):
             if depth:
                 yield seq, drafts[:depth]
+
+    def _proposed(self, seq: Sequence, most: int) -> tuple[int, ...]:
+        """Return at most `most` drafts of `seq`, those that follow pending tokens if it has any."""
+        return seq.coming_drafts[:most] if seq.num_pending else self._drafter.propose(seq, most)
 
     def _choose_passes(self, seqs: list[Sequence], num_decodes: int, budget: int) -> None:
         """Choose how many tokens a draft model drafts, now and then."""

@@ -21,6 +21,7 @@ NO_DRAFT = int(np.iinfo(np.int64).min)
 _num_new, _num_logits = attrgetter("num_new"), attrgetter("num_logits")
 _draft_token_ids = attrgetter("draft_token_ids")
 _needs_last_token, _adapter_slot = attrgetter("needs_last_token"), attrgetter("adapter_slot")
+_num_pending = attrgetter("num_pending")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class ScheduledBatch:
     pooled_seqs      indices of the sequences that give hidden states for their vectors, or end with them
     admitted         sequences that moved into their rows since the last launched step
     has_adapters     a sequence has an adapter
-    draws_late       a draw needs the token before it on the host, which the step before still computes
+    draws_late       a draw needs tokens before it, or their number, on the host, and the step before computes them yet
     decodes_next     a sequence with a new token may go on, and so decodes in the next step
     state_copies     (source slot, target slot) of states of linear attention, to copy in this order before the forward
     given            the parts in the order in which they were scheduled
@@ -80,7 +81,7 @@ class ScheduledBatch:
         """
         admitted, seqs = list(admitted), [part.seq for part in parts]
         changing: dict[str, Any] = {
-            "draws_late": any(seq.num_pending for seq in filter(_needs_last_token, seqs)),
+            "draws_late": _draws_late(parts, seqs),
             "decodes_next": any(part.num_logits and _goes_on(part.seq) for part in parts),
         }
         if last is not None and last.given == parts and not (admitted or state_copies):
@@ -205,6 +206,14 @@ def _drafts(verify: list[ScheduledSequence], is_verified_L: np.ndarray) -> np.nd
 
 def _pooled(parts: list[ScheduledSequence]) -> list[int]:
     return [index for index, part in enumerate(parts) if part.gives_hidden]
+
+
+def _draws_late(parts: list[ScheduledSequence], seqs: list[Sequence]) -> bool:
+    """Return whether a draw needs pending tokens of its sequence, or their number, on the host."""
+    most = max(map(_num_pending, seqs), default=0)
+    if most == 1 and max(map(_num_new, parts)) > 1:
+        most += any(part.kind is VERIFY and part.seq.num_pending for part in parts)
+    return most > 1 or any(seq.num_pending for seq in filter(_needs_last_token, seqs))
 
 
 def _goes_on(seq: Sequence) -> bool:

@@ -61,7 +61,7 @@ class Sequence:
     """A request and its progress.
 
     The K and V of tokens `[0, num_computed_tokens)` are in the cache, or will be when the launched steps are done.
-    Later launches find them there.
+    Later launches find them there. While a launched step verifies drafts, num_computed_tokens counts them all as right.
 
     row                row in the InputBatch while it runs, -1 while it waits
     order              (priority, arrival); smaller comes first
@@ -75,6 +75,7 @@ class Sequence:
     decode_part        its part in each step in which it decodes; None while it has no row
     verify_part        its part in the last step that verified drafts, which equal drafts share; None as decode_part
     draft_token_ids    guesses for its next tokens, for the next step to verify, or their references as in Drafts
+    coming_drafts      references to drafts that follow the tokens which the last launched step draws
     num_pending        tokens that launched steps draw, at most, and that the host does not have yet
     needs_last_token   its logits processors or its grammar read the last token on the host
     speculates         a drafter reads the last token on the host before the next step
@@ -102,6 +103,7 @@ class Sequence:
     decode_part: ScheduledSequence | None = None
     verify_part: ScheduledSequence | None = None
     draft_token_ids: tuple[int, ...] = ()
+    coming_drafts: tuple[int, ...] = ()
     num_pending: int = 0
     needs_last_token: bool = False
     speculates: bool = False
@@ -147,8 +149,14 @@ class Sequence:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether the next step may verify drafts: they follow a token that the host has."""
-        return not self.num_pending and self.num_computed_tokens >= self.num_prefill_tokens
+        """Whether the next step may verify drafts: they follow a token that the host has, or pending tokens."""
+        known = not self.num_pending or (bool(self.coming_drafts) and self.grammar is None)
+        return known and self.num_computed_tokens >= self.num_prefill_tokens
+
+    @property
+    def has_unknown_length(self) -> bool:
+        """Whether a launched step verifies drafts: the host does not know yet how many of them are right."""
+        return self.num_pending > 1
 
     @property
     def num_remaining(self) -> int:
@@ -169,9 +177,9 @@ class Sequence:
 
         `takes_drafts` must hold. Drafts end before the first that the grammar forbids.
         """
-        assert self.takes_drafts, f"{self.request.request_id} takes no drafts"
         drafts = tuple(draft_token_ids)
-        left = self.max_num_tokens - 1 - len(self.token_ids)
+        assert not drafts or self.takes_drafts, f"{self.request.request_id} takes no drafts"
+        left = max(0, self.max_num_tokens - 1 - len(self.token_ids) - self.num_pending)
         if len(drafts) > left:  # seldom: most sequences are far from their end
             drafts = drafts[:left]
         if self.grammar is not None and drafts:
@@ -179,10 +187,9 @@ class Sequence:
         self.draft_token_ids = drafts
 
     def verified(self, num_rejected: int) -> None:
-        """Drop the drafts; the K and V of the last `num_rejected` computed tokens do not count."""
-        assert self.row >= 0, f"{self.request.request_id} lost its row with drafts in flight"
-        self.draft_token_ids = ()
-        self.num_computed_tokens -= num_rejected
+        """Let the K and V of `num_rejected` tokens of a launched step, its last ones, not count."""
+        if self.row >= 0:  # otherwise it was preempted since, and nothing is computed
+            self.num_computed_tokens -= num_rejected
 
     def part(self, kind: SequenceKind, num_new: int) -> ScheduledSequence:
         """Return the part of a step that computes the next `num_new` tokens; kind: the present one."""
@@ -263,7 +270,7 @@ class InputBatch:
         seq.row = -1
         # Parts refer to `seq`, which would live until the next collection of garbage.
         seq.decode_part = seq.verify_part = None
-        seq.draft_token_ids = ()
+        seq.draft_token_ids = seq.coming_drafts = ()
 
     def committed(
         self,
@@ -283,12 +290,23 @@ class InputBatch:
             kept_B = rows_B >= 0
             token_ids_N = token_ids_N[np.repeat(kept_B, counts_B)]
             rows_B, counts_B, num_logits_B = rows_B[kept_B], counts_B[kept_B], num_logits_B[kept_B]
-        self.num_computed_tokens[rows_B] -= num_logits_B - counts_B
+        num_rejected_B = num_logits_B - counts_B
+        self.num_computed_tokens[rows_B] -= num_rejected_B
         starts_B = self.num_tokens[rows_B]
         self.num_tokens[rows_B] = starts_B + counts_B
         firsts_B = starts_B - counts_B.cumsum() + counts_B
         places_N = np.arange(len(token_ids_N)) + np.repeat(firsts_B, counts_B)
         self.token_ids[np.repeat(rows_B, counts_B), places_N] = token_ids_N
+        if num_rejected_B.any():
+            # The token that a later step draws comes earlier than its launch said.
+            moved_R = rows_B[num_rejected_B > 0]
+            moved_R = moved_R[self.num_computed_tokens[moved_R] >= self.num_tokens[moved_R]]
+            self.token_ids[moved_R, self.num_computed_tokens[moved_R]] = -1 - moved_R
+
+    def has_unknown_lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Return as Sequence.has_unknown_length, bool [rows]."""
+        unknown: np.ndarray = self.num_computed_tokens[rows] > self.num_tokens[rows]
+        return unknown
 
     def launched(
         self,
@@ -303,6 +321,7 @@ class InputBatch:
         for seq, end, drawn in zip(seqs, ends.tolist(), num_logits.tolist(), strict=True):
             seq.num_computed_tokens = end
             seq.num_pending += drawn
+            seq.draft_token_ids = seq.coming_drafts = ()
         draws = num_logits > 0
         drawing = rows[draws]
         self.token_ids[drawing, ends[draws]] = -1 - drawing
