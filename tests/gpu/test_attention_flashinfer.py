@@ -168,8 +168,13 @@ class Replayed:
             out = self.forward(size)
         self.graphs[size, form] = graph, out
 
-    def check(self, size: int, i: int, forms: tuple[GraphForm, ...]) -> None:
-        """Every form against the plain plan, in output and caches."""
+    def check(
+        self, size: int, i: int, forms: tuple[GraphForm, ...], *, most_behind: int = 0
+    ) -> None:
+        """Every form against the plain plan, in output and caches.
+
+        most_behind   sequences are up to so many tokens shorter than the host believes
+        """
         page = self.pages[size, i]
         num_tokens = len(page.slots)
         for new, layer in zip(self.new, page.layers, strict=True):
@@ -186,7 +191,18 @@ class Replayed:
         written = [cache.clone() for cache in self.caches]
         for form in forms:
             reset()
-            self.attention.plan_graph(page.batch(), size, form)
+            batch = page.batch()
+            if most_behind:
+                behind = np.arange(batch.num_seqs, dtype=np.int32) % (1 + most_behind)
+                longer = batch.seq_lens_cpu + behind
+                more = -(-int(longer.max(initial=1)) // 16) - batch.block_table.shape[1]
+                batch = replace(
+                    batch,
+                    seq_lens_cpu=longer,
+                    block_table=torch.nn.functional.pad(batch.block_table, (0, max(0, more))),
+                    behind=torch.from_numpy(behind.astype(np.int64)).cuda(),
+                )
+            self.attention.plan_graph(batch, size, form)
             graph, out = self.graphs[size, form]
             graph.replay()
             for layer in range(len(self.new)):
@@ -290,8 +306,10 @@ def test_graphs_of_drafts_equal_eager(specs: Sequence[AttentionSpec]):
     for size in sorted(DRAFT_STEPS, reverse=True):
         assert case.attention.drafts_form(size) == GraphForm.DRAFTS
         case.capture(size, GraphForm.DRAFTS)
+        assert case.attention.follows(size)
     for size, i in sorted(case.pages, key=lambda key: key[1]):
         case.check(size, i, (GraphForm.DRAFTS,))
+        case.check(size, i, (GraphForm.DRAFTS,), most_behind=3)
 
 
 @pytest.mark.parametrize("norm", [True, False])

@@ -113,6 +113,7 @@ def make_batch(seqs: list[tuple[int, int]]) -> SimpleNamespace:
         seq_lens_cpu=context + new,
         block_table=torch.zeros(len(seqs), 2, dtype=torch.int64),
         slot_mapping=torch.arange(int(new.sum())),
+        behind=None,
     )
 
 
@@ -178,6 +179,17 @@ def test_rows_of_a_graph_of_drafts(seqs, specs) -> None:
         kernels.append(kernel)
     assert len({kernel.workspace.data_ptr() for kernel in kernels}) == 1
     assert {kernel._max_total_num_rows for kernel in kernels} == {4, MAX_ROWS}
+
+
+def test_lengths_of_drafts_that_only_the_device_has() -> None:
+    """Pages are those of the longest lengths; a sequence may end before its last page."""
+    plans, batch = make_plans(SPEC), make_batch([(5, 1), (20, 4), (15, 3)])
+    batch.behind = torch.tensor([0, 3, 3])
+    plans.plan(batch, MAX_ROWS, GraphForm.DRAFTS)
+    buffers, _ = plans._drafts[MAX_ROWS]
+    found = buffers.of(MAX_ROWS)
+    assert found["paged_kv_last_page_len"][:4].tolist() == [6, 5, -1, 0]
+    assert found["paged_kv_indptr"][:5].tolist() == [0, 1, 3, 5, 5]
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])

@@ -126,6 +126,37 @@ def test_pending_tokens_are_resolved_but_for_a_graph():
     assert batch.resolved(builder.last_tokens).input_ids.tolist() == expected
 
 
+def test_sequences_step_back_by_rejected_drafts():
+    """By the device, or by the host, which waits for it: the rows of a sequence lie where its last tokens end."""
+    rows, step = scheduled([(4, 1, 1), (17, 3, 3), (6, 2, 2)])
+    table, cache = rows
+    first, second = (seq.row for seq in step.seqs[1:])
+    table.num_tokens[[first, second]] = 14, 5  # of the tokens in flight, 3 and 2 may be wrong
+    accepted = AcceptedDrafts(MAX_SEQS, CPU, torch.arange(50, 50 + MAX_SEQS), None)
+    accepted.rejected_R[[first, second]] = torch.tensor([3, 0])
+    builder = builder_of(rows, accepted=accepted)
+    expected = {
+        "positions": [4, 14, 15, 16, 6, 7, 0, 0],
+        "slot_mapping": cache.fields(
+            step.rows, step.row_of_token, np.array([4, 14, 15, 16, 6, 7]), 17
+        )["slot_mapping"].tolist(),
+    }
+    for follows in (True, False):
+        batch = builder.build(step, 8, graph=True, follows=follows)
+        found = {name: getattr(batch, name).tolist() for name in expected}
+        assert found == expected, follows
+        ids = batch.input_ids.tolist()
+        assert ids[0] == 4 and [ids[1], ids[4]] == [-1 - first, -1 - second]
+        assert batch.seq_lens_cpu.tolist() == ([5, 20, 8] if follows else [5, 17, 8])
+        assert (None if batch.behind is None else batch.behind.tolist()) == (
+            [0, 3, 0] if follows else None
+        )
+    table.num_computed_tokens[step.rows] = 5, 17, 8  # launched, and the step before committed
+    batch = builder.settled(step, builder.build(step, 8, graph=True, follows=True))
+    assert batch.seq_lens_cpu.tolist() == [5, 17, 8] and batch.behind is None
+    assert batch.sampling_positions_cpu.tolist() == [5, 15, 16, 17, 7, 8]
+
+
 def test_a_graph_finds_its_fields_where_its_capture_did():
     """Tokens and sequences of the step may differ from the capture's, rows do not."""
     builders, addresses = [], []

@@ -221,7 +221,7 @@ class ForwardBatchBuilder:
         packed = to_device(np.concatenate((rows_B, rows_B[seqs], seqs)), rejected_R.device)
         row_N = packed[: len(rows_B) + len(seqs)]
         back_N = torch.where(row_N < 0, 0, rejected_R.index_select(0, row_N.clamp(min=0)))
-        back_B, back_T = back_N.split([len(rows_B), len(seqs)])
+        back_B, back_T = back_N[: len(rows_B)], back_N[len(rows_B) :]
         seq_T, count = packed[len(row_N) :], len(seqs)
         positions_T = fields["positions"][:count].sub_(back_T)
         if "rope_positions" in fields:
