@@ -42,17 +42,20 @@ class MappedTensors:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor without a copy."""
-        stored = self.stored[name]
-        dtype = DTYPES[stored.dtype]
-        count = stored.num_bytes // dtype.itemsize
-        values = torch.frombuffer(self._content, dtype=dtype, count=count, offset=stored.offset)
-        return values.view(stored.shape)
+        return self._values(name).view(self.stored[name].shape)
 
     def stack(self, names: Sequence[str], scratch: "Scratch") -> torch.Tensor:
         """Return tensors of one shape and dtype in the order of their names, in the memory of `scratch`."""
         first = self.stored[names[0]]
         out = scratch.take((len(names), *first.shape), DTYPES[first.dtype])
-        return torch.stack([self.tensor(name) for name in names], out=out)
+        torch.stack([self._values(name) for name in names], out=out.view(len(names), -1))
+        return out
+
+    def _values(self, name: str) -> torch.Tensor:
+        stored = self.stored[name]
+        dtype = DTYPES[stored.dtype]
+        count = stored.num_bytes // dtype.itemsize
+        return torch.frombuffer(self._content, dtype=dtype, count=count, offset=stored.offset)
 
 
 class Scratch:
