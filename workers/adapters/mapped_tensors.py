@@ -1,8 +1,4 @@
-"""The tensors of one safetensors file, mapped into memory. Knows nothing of adapters.
-
-An adapter of routed experts has tens of thousands of small tensors: one call for each of them that releases Python's
-lock makes threads wait for each other most of the time. Therefore calls go over many tensors.
-"""
+"""The tensors of one safetensors file, mapped into memory, and memory to stack them in. Knows nothing of adapters."""
 
 import hashlib
 import mmap

@@ -117,9 +117,13 @@ class PeftFolder:
             match[1]: shape for name, shape in shapes.items() if (match := _BASE.fullmatch(name))
         }
         pairs = _pairs(config, shapes, file)
-        integers = [name for name, it in tensors.stored.items() if it.dtype not in FLOATS]
-        if integers:
-            raise AdapterError(f"{file}: not supported: dtypes of {named(integers)}")
+        others = [
+            f"{name} {it.dtype}" for name, it in tensors.stored.items() if it.dtype not in FLOATS
+        ]
+        if others:
+            raise AdapterError(
+                f"{file}: not supported: {named(others)}; expected {', '.join(FLOATS)}"
+            )
         digest = hashlib.sha256(hashlib.sha256(content).digest() + tensors.digest).hexdigest()
         return cls(folder, pairs, bases, digest, tensors)
 

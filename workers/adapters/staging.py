@@ -1,9 +1,12 @@
 """Fills the flat host copy of an adapter from the tensors of its file. Knows nothing of devices.
 
-Pairs of single experts whose places are neighbours are one copy. See `layout` for the letters; e experts.
+Pairs of single experts whose places are neighbours are one copy, and several threads copy them: calls that release
+Python's lock for each of tens of thousands of small matrices would make the threads wait for each other. See `layout`
+for the letters; e experts.
 """
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -13,6 +16,8 @@ from workers.adapters.mapped_tensors import Scratch
 from workers.adapters.peft_folder import LoraPair, PeftFolder, check_finite
 from workers.weights.slots import WeightSlot
 
+COPIERS = 4  # threads of one adapter
+
 Single = tuple[SingleFill, LoraPair]
 
 
@@ -21,7 +26,6 @@ class Staging:
 
     def __init__(self, layout: AdapterLayout, folder: PeftFolder, staged: torch.Tensor):
         self._rank, self._folder, self._staged = layout.rank, folder, staged
-        self._stacked, self._floats = Scratch(), Scratch()
 
     def run(self, placed: Placed) -> None:
         """Copy all pairs. Raises AdapterError for values that are no numbers."""
@@ -33,8 +37,9 @@ class Staging:
             singles += [(fill, pair) for fill in fills if isinstance(fill, SingleFill)]
             if fused := [fill for fill in fills if isinstance(fill, FusedFill)]:
                 self._fill_fused(pair, fused)
-        for batch in self._batches(singles):
-            self._fill_singles(batch)
+        batches = list(self._batches(singles))
+        with ThreadPoolExecutor(COPIERS, "copies") as pool:
+            list(pool.map(self._fill_batches, (batches[n::COPIERS] for n in range(COPIERS))))
 
     def _checked(self, name: str) -> torch.Tensor:
         tensor = self._folder.tensors.tensor(name)
@@ -60,12 +65,13 @@ class Staging:
 
     def _fill_fused(self, pair: LoraPair, fills: list[FusedFill]) -> None:
         a, b = self._checked(pair.a), self._checked(pair.b)
+        floats = Scratch()
         for fill in fills:
             a_erK, b_eNr = fill.matrices(a, b)
             rank = a_erK.shape[1]
             a_target, b_target = self._targets(fill.product, fill.part, fill.places, rank)
             a_target.copy_(a_erK)
-            self._copy_scaled(b_target, b_eNr, pair.scale(rank))
+            _copy_scaled(b_target, b_eNr, pair.scale(rank), floats)
 
     def _batches(self, singles: Iterable[Single]) -> Iterator[list[Single]]:
         """Yield pairs of neighbours of one part, with equal shapes, dtypes and factors."""
@@ -83,16 +89,18 @@ class Staging:
         if batch:
             yield batch
 
-    def _fill_singles(self, batch: list[Single]) -> None:
-        (product, part, first), pair = batch[0]
-        places = slice(first, first + len(batch))
-        a_target, b_target = self._targets(product, part, places, pair.rank)
-        a_target.copy_(self._stack([it.a for _, it in batch]))
-        b_eNr = self._stack([it.b for _, it in batch])
-        self._copy_scaled(b_target, b_eNr, pair.scale(pair.rank))
+    def _fill_batches(self, batches: list[list[Single]]) -> None:
+        values, floats = Scratch(), Scratch()
+        for batch in batches:
+            (product, part, first), pair = batch[0]
+            places = slice(first, first + len(batch))
+            a_target, b_target = self._targets(product, part, places, pair.rank)
+            a_target.copy_(self._stack([it.a for _, it in batch], values))
+            b_eNr = self._stack([it.b for _, it in batch], values)
+            _copy_scaled(b_target, b_eNr, pair.scale(pair.rank), floats)
 
-    def _stack(self, names: list[str]) -> torch.Tensor:
-        stacked = self._folder.tensors.stack(names, self._stacked)
+    def _stack(self, names: list[str], scratch: Scratch) -> torch.Tensor:
+        stacked = self._folder.tensors.stack(names, scratch)
         check_finite(stacked, names, self._folder.folder)
         return stacked
 
@@ -107,15 +115,16 @@ class Staging:
             b_SeNr[0, places, start:end, :rank],
         )
 
-    def _copy_scaled(self, target: torch.Tensor, values: torch.Tensor, factor: float) -> None:
-        """Copy the products of `values` and a factor, which are rounded once."""
-        if factor == 1.0 or values.dtype == target.dtype:
-            target.copy_(values)
-        if factor != 1.0 and values.dtype == target.dtype:
-            target.mul_(factor)
-        elif factor != 1.0:
-            floats = self._floats.take(values.shape, torch.float32)
-            target.copy_(floats.copy_(values).mul_(factor))
+
+def _copy_scaled(
+    target: torch.Tensor, values: torch.Tensor, factor: float, scratch: Scratch
+) -> None:
+    """Copy the products of `values` and a factor, which are rounded to float32 and to the target's dtype."""
+    if factor == 1.0:
+        target.copy_(values)
+        return
+    floats = scratch.take(values.shape, torch.float32)
+    target.copy_(floats.copy_(values).mul_(factor))
 
 
 def views(pool: torch.Tensor, product: Product, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
