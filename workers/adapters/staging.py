@@ -1,6 +1,6 @@
 """Fills the flat host copy of an adapter from the tensors of its file. Knows nothing of devices.
 
-Pairs of single experts whose places are neighbours are one copy, and several threads copy them: calls that release
+Pairs of single experts at neighbouring places are one copy, and several threads copy them: calls that release
 Python's lock for each of tens of thousands of small matrices would make the threads wait for each other. See `layout`
 for the letters; e experts.
 """
