@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.adapter_case import make_adapter
+from tests.adapter_case import make_adapter, make_fused_adapter
 from tests.checkpoints.families import names_of
 from tests.unit.model_case import SMALL, small_checkpoint
 from workers.adapters.layout import AdapterLayout
@@ -212,6 +212,23 @@ def test_each_expert_of_a_rank_gets_its_own_matrices(
                 expected_b[place, start:end, :rank] = scaled
         assert torch.equal(a_SeQK[0], expected_a) and torch.equal(b_SeNr[0], expected_b)
         assert expected_b.any() == (".2." not in product.block)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_fused_matrices_follow_the_experts_of_the_rank(tmp_path: Path, swapped: bool) -> None:
+    experts = [6, 7, 0, 1, 4]
+    path = small_checkpoint(tmp_path / "model", weights=False, moe_intermediate_size=40)
+    layers = {"model.layers.1.mlp.experts": (8, 40, 64)}
+    folder = PeftFolder.read(make_fused_adapter(tmp_path / "a", layers, swapped=swapped))
+    lora, found = LoraConfig(max_loras=1, targets=["experts"]), []
+    for own in (range(8), experts):
+        layout = AdapterLayout.of(load_model_config(path), lora, own)
+        staged = AdapterPools(layout, 1, device=CPU, dtype=torch.float32).stage(folder)[None]
+        found.append([expert_views(staged, it, 16) for it in layout.experts.products])
+    for every, mine in zip(*found, strict=True):
+        for every_Se, mine_Se in zip(every, mine, strict=True):
+            assert torch.equal(every_Se[:, experts], mine_Se)
+    assert any(matrices.any() for product in found[1] for matrices in product)
 
 
 def test_the_expert_with_values_that_are_no_numbers_is_named(tmp_path: Path) -> None:
