@@ -104,13 +104,18 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 
 
 def write_adapters(model: str, lora: LoraConfig, folders: list[Path]) -> None:
-    """Write random adapters of every module, in bfloat16. All have the weights of the first: their speed is equal."""
+    """Write random adapters of every module, in bfloat16. All have the weights of the first: their speed is equal.
+
+    Modules with equal shapes have the same random values, which each module begins at another place.
+    """
     shapes = AdapterLayout.of(load_model_config(model), lora).module_shapes()
-    source, tensors = torch.Generator().manual_seed(0), {}
-    for name, (rows, columns) in shapes.items():
+    source, drawn, tensors = torch.Generator().manual_seed(0), {}, {}
+    for number, (name, (rows, columns)) in enumerate(shapes.items()):
         for part, shape in (("A", (lora.max_rank, columns)), ("B", (rows, lora.max_rank))):
-            values = torch.randn(shape, generator=source) / columns**0.5
-            tensors[f"base_model.model.model.{name}.lora_{part}.weight"] = values.bfloat16()
+            if (part, shape) not in drawn:
+                drawn[part, shape] = torch.randn(shape, generator=source).bfloat16() / columns**0.5
+            values = drawn[part, shape].roll(number)
+            tensors[f"base_model.model.model.{name}.lora_{part}.weight"] = values
     for folder in folders:
         folder.mkdir()
         weights = folder / "adapter_model.safetensors"

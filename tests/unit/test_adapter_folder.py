@@ -8,12 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.adapter_case import make_adapter
+from tests.adapter_case import make_adapter, make_fused_adapter
 from tests.checkpoints.families import names_of
 from tests.unit.model_case import SMALL, small_checkpoint
 from workers.adapters.layout import AdapterLayout
 from workers.adapters.peft_folder import PeftFolder
 from workers.adapters.pools import AdapterPools
+from workers.adapters.staging import expert_views
 from workers.adapters.store import AdapterStore
 from workers.lora_config import AdapterError, LoadedAdapter, LoraConfig
 from workers.models.registry import load_model_config
@@ -169,6 +170,96 @@ def test_values_that_are_no_numbers_are_refused(
     save_file(tensors, file)
     with pytest.raises(AdapterError, match="holds NaN or infinite values"):
         stage(tmp_path, folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [3, 16])
+def test_each_expert_of_a_rank_gets_its_own_matrices(
+    tmp_path: Path, rank: int, dtype: torch.dtype
+) -> None:
+    """Of experts that wrap around, some of which have no adapter, or one of another rank, or another factor."""
+    experts = (2, 3, 0, 1)
+    path = small_checkpoint(tmp_path / "model", weights=False)
+    modules = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}": shape
+        for layer in (0, 1)
+        for expert in range(SMALL["num_experts"])
+        for name, shape in (("gate_proj", (32, 64)), ("up_proj", (32, 64)), ("down_proj", (64, 32)))
+        if (layer, expert, name) != (1, 3, "up_proj")
+    }
+    alphas = {r"layers.0.mlp.experts.3.*": 2.5}
+    folder = make_adapter(tmp_path / "a", modules, rank=rank, alpha_pattern=alphas)
+    file = folder / "adapter_model.safetensors"
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    lora = LoraConfig(max_loras=1, targets=["experts"])
+    layout = AdapterLayout.of(load_model_config(path), lora, experts)
+    read = PeftFolder.read(folder)
+    staged = AdapterPools(layout, 1, device=CPU, dtype=torch.bfloat16).stage(read)[None]
+    assert {it.block.split(".")[1] for it in layout.experts.products} == {"0", "1", "2"}
+    for product in layout.experts.products:
+        a_SeQK, b_SeNr = expert_views(staged, product, 16)
+        names = ("gate_proj", "up_proj") if product.num_parts == 2 else ("down_proj",)
+        expected_a, expected_b = torch.zeros_like(a_SeQK[0]), torch.zeros_like(b_SeNr[0])
+        for place, expert in enumerate(experts):
+            for (start, end, part), name in zip(product.blocks, names, strict=True):
+                block = product.block.removesuffix(".experts")
+                module = f"model.{block}.experts.{expert}.{name}"
+                if (pair := read.pairs.get(module)) is None:
+                    continue
+                expected_a[place, 16 * part : 16 * part + rank] = tensors[pair.a]
+                scaled = tensors[pair.b].float() * pair.scale(rank)
+                expected_b[place, start:end, :rank] = scaled
+        assert torch.equal(a_SeQK[0], expected_a) and torch.equal(b_SeNr[0], expected_b)
+        assert expected_b.any() == (".2." not in product.block)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_fused_matrices_follow_the_experts_of_the_rank(tmp_path: Path, swapped: bool) -> None:
+    experts = [6, 7, 0, 1, 4]
+    path = small_checkpoint(tmp_path / "model", weights=False, moe_intermediate_size=40)
+    layers = {"model.layers.1.mlp.experts": (8, 40, 64)}
+    folder = PeftFolder.read(make_fused_adapter(tmp_path / "a", layers, swapped=swapped))
+    lora, found = LoraConfig(max_loras=1, targets=["experts"]), []
+    for own in (range(8), experts):
+        layout = AdapterLayout.of(load_model_config(path), lora, own)
+        staged = AdapterPools(layout, 1, device=CPU, dtype=torch.float32).stage(folder)[None]
+        found.append([expert_views(staged, it, 16) for it in layout.experts.products])
+    for every, mine in zip(*found, strict=True):
+        for every_Se, mine_Se in zip(every, mine, strict=True):
+            assert torch.equal(every_Se[:, experts], mine_Se)
+    assert any(matrices.any() for product in found[1] for matrices in product)
+
+
+def test_the_expert_with_values_that_are_no_numbers_is_named(tmp_path: Path) -> None:
+    modules = {f"model.layers.0.mlp.experts.{number}.up_proj": (32, 64) for number in range(4)}
+    folder = make_adapter(tmp_path / "a", modules)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    wrong = "base_model.model.model.layers.0.mlp.experts.2.up_proj.lora_B.weight"
+    tensors[wrong][3, 1] = float("nan")
+    save_file(tensors, file)
+    path = small_checkpoint(tmp_path / "model", weights=False)
+    lora = LoraConfig(max_loras=1, targets=["experts"])
+    layout = AdapterLayout.of(load_model_config(path), lora, range(SMALL["num_experts"]))
+    pools = AdapterPools(layout, 1, device=CPU, dtype=torch.float32)
+    with pytest.raises(AdapterError, match=f": {wrong} holds NaN or infinite values"):
+        pools.stage(PeftFolder.read(folder))
+
+
+def test_other_dtypes_and_unaligned_tensors(tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a", MODULES)
+    file = folder / "adapter_model.safetensors"
+    tensors, expected = load_file(file), stage(tmp_path, folder)
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length] + b" "  # the library aligns the tensors, the format does not
+    file.write_bytes((length + 1).to_bytes(8, "little") + header + content[8 + length :])
+    assert torch.equal(stage(tmp_path, folder), expected)
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, file)
+    with pytest.raises(AdapterError, match=f"not supported: {name} I8; expected F32, BF16"):
+        PeftFolder.read(folder)
 
 
 def test_adapters_of_the_start_are_read_side_by_side(tmp_path: Path) -> None:

@@ -11,9 +11,12 @@ product.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
+from kernels.routing.expert_map import runs
 from workers.adapters.peft_folder import LoraPair
 from workers.lora_config import AdapterError
 from workers.specs.weight_map import WeightEntry
@@ -47,33 +50,43 @@ class ExpertProduct:
         return tuple((part * height, (part + 1) * height, part) for part in range(self.num_parts))
 
 
-@dataclass(frozen=True)
-class ExpertFill:
-    """One part of one expert, and where its matrices are in the tensors of a pair.
+class SingleFill(NamedTuple):
+    """One part of one expert, which a pair of its own fills. `place`: among the experts with adapters on this rank."""
 
-    place     of the expert among those with adapters on this rank
-    expert    in fused tensors of `num_experts` experts; -1: the pair is this expert's alone
+    product: ExpertProduct
+    part: int
+    place: int
+
+
+@dataclass(frozen=True)
+class FusedFill:
+    """One part of neighbouring experts, and where their matrices are in the tensors of a fused pair.
+
+    places    of the experts among those with adapters on this rank
+    experts   in the tensors, which have `num_experts`
     outputs   rows of B
     swapped   A and B have changed places
     """
 
     product: ExpertProduct
     part: int
-    place: int
-    outputs: slice = field(default_factory=lambda: slice(None))
-    expert: int = -1
-    num_experts: int = 1
-    swapped: bool = False
+    places: slice
+    experts: slice
+    num_experts: int
+    outputs: slice
+    swapped: bool
 
     def matrices(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A [rank, K] and B [N / P, rank] of the tensors of the pair."""
-        if self.expert >= 0:
-            rank = len(a) // self.num_experts
-            a = a.view(self.num_experts, rank, -1)[self.expert]
-            b = b.view(len(b), rank, self.num_experts)[:, :, self.expert]
-            if self.swapped:
-                a, b = b.t(), a.t()
-        return a, b[self.outputs]
+        """Return A [e, rank, K] and B [e, N / P, rank] of the tensors of the pair."""
+        rank = len(a) // self.num_experts
+        a_erK = a.view(self.num_experts, rank, -1)[self.experts]
+        b_eNr = b.view(len(b), rank, self.num_experts)[:, :, self.experts].permute(2, 0, 1)
+        if self.swapped:
+            a_erK, b_eNr = b_eNr.transpose(1, 2), a_erK.transpose(1, 2)
+        return a_erK, b_eNr[:, self.outputs]
+
+
+ExpertFill = SingleFill | FusedFill
 
 
 @dataclass
@@ -135,6 +148,10 @@ class ExpertLayout:
         self.products.append(made)
         return made
 
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {expert: place for place, expert in enumerate(self.experts)}
+
     @property
     def modules(self) -> Iterator[str]:
         """Names of all modules, each expert's and the fused ones."""
@@ -169,9 +186,8 @@ class ExpertLayout:
             )
         pair.check_declared(name)
         self._check_rank(name, pair.rank)
-        if expert not in self.experts:
-            return []
-        return [ExpertFill(product, part, self.experts.index(expert))]
+        place = self._places.get(expert)
+        return [] if place is None else [SingleFill(product, part, place)]
 
     def _fused(self, layer: _Layer, name: str, pair: LoraPair) -> Iterator[ExpertFill]:
         product = self._product_of(layer, name, pair)
@@ -190,9 +206,10 @@ class ExpertLayout:
         parts = [slice(None)] if product.num_parts == 1 else [slice(half), slice(half, None)]
         if layer.interleaved and product.num_parts == 2:
             parts = [slice(0, None, 2), slice(1, None, 2)]
-        for place, expert in enumerate(self.experts):
+        for places, experts in runs(list(enumerate(self.experts))):
             for part, outputs in enumerate(parts):
-                yield ExpertFill(product, part, place, outputs, expert, self.num_experts, swapped)
+                which = places, experts, self.num_experts
+                yield FusedFill(product, part, *which, outputs, swapped)
 
     def _product_of(self, layer: _Layer, name: str, pair: LoraPair) -> ExpertProduct:
         """Return the product of a fused pair, which its shapes decide."""

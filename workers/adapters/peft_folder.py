@@ -7,16 +7,17 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
+from workers.adapters.mapped_tensors import MappedTensors
 from workers.lora_config import AdapterError
+from workers.weights.files import FLOATS
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -86,57 +87,53 @@ class PeftFolder:
     pairs    by name of the module in the model, without PEFT's prefix
     bases    shapes of embeddings of the base model that the file holds too, by module
     digest   of both files
+    tensors  of the file
     """
 
     folder: Path
     pairs: Mapping[str, LoraPair]
     bases: Mapping[str, tuple[int, ...]]
     digest: str
+    tensors: MappedTensors
 
     @classmethod
     def read(cls, folder: Path) -> "PeftFolder":
         """Read the configuration and the header of the weights. Raises AdapterError."""
-        config = _config(folder)
+        config, content = _config(folder)
         file = folder / WEIGHTS_FILE
         if not file.is_file():
             hint = ""
             if (folder / PICKLED_FILE).exists():
                 hint = f"; {PICKLED_FILE} is no safetensors file: save the adapter anew with PEFT"
             raise AdapterError(f"{folder} has no {WEIGHTS_FILE}{hint}")
-        with _open(file) as tensors:
-            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        digest = hashlib.sha256()
-        for part in (folder / CONFIG_FILE, file):
-            with part.open("rb") as content:
-                digest.update(hashlib.file_digest(content, "sha256").digest())
+        try:
+            tensors = MappedTensors(file)
+        except (SafetensorError, OSError) as error:
+            raise AdapterError(
+                f"{file} cannot be read as safetensors ({error}); is the copy complete?"
+            ) from error
+        shapes = {name: stored.shape for name, stored in tensors.stored.items()}
         bases = {
             match[1]: shape for name, shape in shapes.items() if (match := _BASE.fullmatch(name))
         }
-        return cls(folder, _pairs(config, shapes, file), bases, digest.hexdigest())
-
-    @contextmanager
-    def tensors(self) -> Iterator[Any]:
-        """Yield an object that reads tensors by `get_tensor(name)`."""
-        with _open(self.folder / WEIGHTS_FILE) as tensors:
-            yield tensors
-
-
-@contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            yield tensors
-    except (SafetensorError, OSError) as error:
-        raise AdapterError(
-            f"{file} cannot be read as safetensors ({error}); is the copy complete?"
-        ) from error
+        pairs = _pairs(config, shapes, file)
+        others = [
+            f"{name} {it.dtype}" for name, it in tensors.stored.items() if it.dtype not in FLOATS
+        ]
+        if others:
+            raise AdapterError(
+                f"{file}: not supported: {named(others)}; expected {', '.join(FLOATS)}"
+            )
+        digest = hashlib.sha256(hashlib.sha256(content).digest() + tensors.digest).hexdigest()
+        return cls(folder, pairs, bases, digest, tensors)
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
-    """Return adapter_config.json of an adapter that can be applied."""
+def _config(folder: Path) -> tuple[Mapping[str, Any], bytes]:
+    """Return adapter_config.json of an adapter that can be applied, and its bytes."""
     file = folder / CONFIG_FILE
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        content = file.read_bytes()
+        config = json.loads(content.decode())
     except FileNotFoundError:
         raise AdapterError(
             f"{folder} has no {CONFIG_FILE}: name a folder that PEFT saved"
@@ -159,7 +156,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
         refused.append(f"init_lora_weights is {start!r}, which changes the base model too")
     if refused:
         raise AdapterError(f"{file}: not supported: {'; '.join(refused)}")
-    return config
+    return config, content
 
 
 def _pairs(
@@ -226,8 +223,17 @@ def named(names: list[str]) -> str:
     return f"{first} and {more} more" if more > 0 else first
 
 
-def check_finite(tensor: torch.Tensor, name: str, file: Path) -> None:
-    """Raise AdapterError for values that are NaN or infinite, which would reach every token of the adapter."""
+def check_finite(stacked: torch.Tensor, names: Sequence[str], file: Path) -> None:
+    """Raise AdapterError for values that are NaN or infinite, which would reach every token of the adapter.
+
+    stacked   a tensor of the file for each of `names`
+    """
+    if _is_finite(stacked):
+        return
+    wrong = [name for name, tensor in zip(names, stacked, strict=True) if not _is_finite(tensor)]
+    raise AdapterError(f"{file}: {named(wrong)} holds NaN or infinite values")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
     # NaN and infinite values are extremes; torch.isfinite would write several tensors of this size.
-    if not all(math.isfinite(extreme) for extreme in torch.aminmax(tensor)):
-        raise AdapterError(f"{file}: {name} holds NaN or infinite values")
+    return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))

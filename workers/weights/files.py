@@ -62,7 +62,13 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Return the header entry of each tensor of all files, by name. Reads no tensor."""
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
-        for name, entry in _read_header(file).items():
+        try:
+            entries = read_header(file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{file} cannot be read as safetensors ({error}); is the download complete?"
+            ) from error
+        for name, entry in entries.items():
             if name in stored:
                 raise CheckpointError(
                     f"{folder}: {name} is in both {stored[name].file.name} and {file.name}"
@@ -91,18 +97,16 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return a file's entries. The library checks header and length, but does not return the offsets of tensors."""
-    try:
-        with safe_open(file, framework="pt"):
-            pass
-        with file.open("rb") as content:
-            length = int.from_bytes(content.read(8), "little")
-            header = json.loads(content.read(length))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read as safetensors ({error}); is the download complete?"
-        ) from error
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return a file's entries. Raises SafetensorError and OSError.
+
+    The library checks header and length, but does not return the offsets of tensors.
+    """
+    with safe_open(file, framework="pt"):
+        pass
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        header = json.loads(content.read(length))
     header.pop("__metadata__", None)
     entries = {}
     for name, entry in header.items():
