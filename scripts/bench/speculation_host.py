@@ -1,8 +1,8 @@
 """The host's time in steps of one rank: with drafts of a draft model and without, with a JSON schema and without.
 
-A device computes while the host prepares, but only what was launched. So what counts is the time from the tokens of a
-step to the launch of the next forward, `ahead`: scheduling, vote, preparation, and with drafts also the commit, because
-drafts follow tokens that the host has. `host` is all time of a step that is no model, behind the launch too. The model
+A device computes while the host prepares, but only what was launched. So what counts is the time to the launch of the
+next forward, `ahead`: scheduling, vote and preparation. With drafts of a draft model too, tokens are committed behind
+that launch. `host` is all time of a step that is no model, behind the launch too. The model
 is small and runs on the CPU, in steps that are launched ahead as on a GPU. Times are those of the thread's CPU, which
 other work on the machine does not take.
 """
@@ -55,7 +55,7 @@ class HostSteps:
                 f"speculation.num_draft_tokens={NUM_DRAFTS}",
                 f"speculation.accept_lengths={list(ACCEPTANCE)}",
             ]
-        self._drafts, self._number = drafts, 0
+        self._number = 0
         process = RankProcess(0, rank_config(DEMO, settings))
         self._epoch = Epoch(process, Rendezvous("127.0.0.1", 0, "alone"), timeout_s=60)
         self._epoch.load()
@@ -110,11 +110,7 @@ class HostSteps:
         found = {name: engine.stats.seconds[name] - before[name] for name in PARTS}
         found["commit"] = engine._commit_s
         ahead = found["schedule"] + found["vote"] + found["prepare"]
-        return {
-            **found,
-            "ahead": ahead + (found["commit"] if self._drafts else 0.0),
-            "host": ahead + found["commit"] + found["output"],
-        }
+        return {**found, "ahead": ahead, "host": ahead + found["commit"] + found["output"]}
 
 
 @contextmanager

@@ -116,8 +116,10 @@ def test_pending_tokens_are_resolved_but_for_a_graph():
     rows, step = scheduled([(3, 1, 1), (5, 1, 1)])
     row = step.seqs[1].row
     rows[0].token_ids[row, 5] = -1 - row
-    last_tokens = torch.arange(50, 50 + MAX_SEQS)
-    builder = builder_of(rows, accepted=AcceptedDrafts(MAX_SEQS, CPU, last_tokens, None))
+    accepted = AcceptedDrafts(MAX_SEQS, 0, CPU)
+    assert accepted.last_tokens is not None
+    accepted.last_tokens.copy_(torch.arange(50, 50 + MAX_SEQS))
+    builder = builder_of(rows, accepted=accepted)
     expected = [3, 50 + row, 0]
     assert builder.build(step, 3).input_ids.tolist() == expected
     batch = builder.build(step, 3, graph=True)
@@ -132,7 +134,7 @@ def test_sequences_step_back_by_rejected_drafts():
     table, cache = rows
     first, second = (seq.row for seq in step.seqs[1:])
     table.num_tokens[[first, second]] = 14, 5  # of the tokens in flight, 3 and 2 may be wrong
-    accepted = AcceptedDrafts(MAX_SEQS, CPU, torch.arange(50, 50 + MAX_SEQS), None)
+    accepted = AcceptedDrafts(MAX_SEQS, 3, CPU)
     accepted.rejected_R[[first, second]] = torch.tensor([3, 0])
     builder = builder_of(rows, accepted=accepted)
     expected = {

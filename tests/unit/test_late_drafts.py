@@ -17,6 +17,7 @@ from tests.unit.test_speculation import new_tokens
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
+from workers.runner.accepted_drafts import AcceptedDrafts
 from workers.runner.draft_passes import Drafted, DraftPasses
 from workers.runner.draft_rows import DraftRows
 from workers.runner.draft_store import DraftStore, StepDrafts
@@ -25,7 +26,7 @@ from workers.step.drafts import Drafts
 from workers.step.forward_batch import ForwardBatch
 from workers.step.grammar import Grammar
 from workers.step.scheduled_batch import NO_DRAFT, ScheduledBatch
-from workers.step.sequence import InputBatch, Sequence
+from workers.step.sequence import DECODE, PROMPT, VERIFY, InputBatch, ScheduledSequence, Sequence
 from workers.wire.request import RequestOutput
 
 __all__ = ["checkpoints", "folder"]  # fixtures
@@ -234,3 +235,36 @@ def test_tokens_stay_with_aborts_preemptions_and_other_samplers(
     for name, tokens in plain.items():
         assert found[name] == tokens[: len(found[name])], name
         assert name in aborts or len(found[name]) == len(tokens), name
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_device_keeps_the_last_token_that_counts(given: bool) -> None:
+    """By the draws, or by given numbers; sequences without draws keep what they have."""
+    seqs = [Sequence.from_request(make_request(str(number), [1])) for number in range(4)]
+    for row, seq in enumerate(seqs):
+        seq.row = row
+    drafts = {0: (), 2: (5, 6), 3: (7, 8)}
+    parts = [
+        ScheduledSequence(
+            seqs[row], VERIFY if tokens else DECODE, 1 + len(tokens), 1 + len(tokens), tokens
+        )
+        for row, tokens in drafts.items()
+    ]
+    scheduled = ScheduledBatch.of([*parts, ScheduledSequence(seqs[1], PROMPT, 3, 0)])
+    assert [seq.row for seq in scheduled.seqs] == [0, 2, 3, 1]
+    accepted = AcceptedDrafts(4, 2, torch.device("cpu"))
+    assert accepted.last_tokens is not None
+    accepted.last_tokens.fill_(9)
+    batch: Any = SimpleNamespace(sampling_rows=torch.tensor([0, 2, 2, 2, 3, 3, 3]))
+    token_L = torch.tensor([4, 5, 1, 2, 7, 8, 3])
+    counts = np.array([1, 1, 2, 0]) if given else None
+    accepted.enter(scheduled, batch, token_L, counts)
+    assert accepted.last_tokens.tolist() == [4, 9, *([5, 8] if given else [1, 3]), *[9] * 8]
+    assert accepted.read(np.array([3, 2, 0])).tolist() == ([1, 2, 0] if given else [0, 1, 0])
+    accepted.enter(
+        ScheduledBatch.of(parts[:1]),
+        SimpleNamespace(sampling_rows=torch.tensor([0])),
+        torch.tensor([-3]),
+        None,
+    )
+    assert accepted.last_tokens.tolist()[:2] == [0, 9]

@@ -18,19 +18,25 @@ from workers.step.scheduled_batch import ScheduledBatch
 class AcceptedDrafts:
     """What the last launched forwards leave on the device for the next one. Belongs to one runner.
 
-    last_tokens   int64 [R and more]: the last token drawn in each row, of those that count; None: the host reads the
-                  tokens of a step before the next step
+    last_tokens   int64 [R + R * K]: the last token drawn in each row, of those that count, then up to K drafts behind
+                  each; None: the host reads the tokens of a step before the next step
     rejected_R    int64 [R]: how many drafts of the row's last step do not count
     """
 
     def __init__(
         self,
         num_rows: int,
+        num_drafts: int,
         device: torch.device,
-        last_tokens: torch.Tensor | None,
-        linear_attention: LinearAttention | None,
+        linear_attention: LinearAttention | None = None,
+        *,
+        asynchronous: bool = True,
     ):
-        self.last_tokens = last_tokens
+        """num_drafts: K."""
+        self.last_tokens: torch.Tensor | None = None
+        if asynchronous:
+            size = num_rows * (1 + num_drafts)
+            self.last_tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self.rejected_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._linear_attention = linear_attention
 

@@ -148,36 +148,24 @@ class ForwardBatchBuilder:
 
         graph      for a CUDA graph: it resolves pending tokens itself and reads the number of tokens on the device
         adapters   rows may have adapters, on this rank or on another one
-        follows    attention takes `AttentionBatch.behind`: sequences of which the host does not know the length have
-                   the longest one on the host. Without, the host waits for the device where there are such sequences
+        follows    attention takes `AttentionBatch.behind`: sequences with a length that only the device has are the
+                   longest possible ones on the host. Without, the host waits for the device where there are such
         """
-        table = self._table
-        num_seqs, num_tokens = len(batch.seqs), batch.num_tokens
+        num_tokens, query_start_loc = batch.num_tokens, batch.query_start_loc
         assert num_tokens <= num_rows, f"{num_tokens} tokens do not fit in {num_rows} rows"
-        rows, query_start_loc = batch.rows, batch.query_start_loc
-        row_of_token, starts = batch.row_of_token, table.num_computed_tokens[rows]
-        unknown = table.has_unknown_lengths(rows)
-        any_unknown = self._accepted is not None and bool(unknown.any())
-        if any_unknown and not follows:
-            assert self._accepted is not None
-            starts = starts - np.where(unknown, self._accepted.read(rows), 0)
+        rows, row_of_token = batch.rows, batch.row_of_token
+        starts, unknown = self._starts(rows, follows=follows)
         positions = batch.positions(starts)
         ends = starts + batch.num_new_tokens
-        seq_lens = ends.astype(np.int32)
-        max_len = int(seq_lens.max(initial=1))
         sampling_rows = rows[batch.logits_seqs]
         sampling_positions = ends[batch.logits_seqs] - batch.logits_behind
         self._enter_drafts(batch, sampling_rows, sampling_positions)
-        input_ids = table.token_ids[row_of_token, positions]
-        if any_unknown:  # the table has drafts there
-            input_ids[query_start_loc[:-1][unknown]] = -1 - rows[unknown]
-
         device: dict[str, Any] = self._staging.ship(
             num_rows,
-            self._cache.fields(rows, row_of_token, positions, max_len)
+            self._cache.fields(rows, row_of_token, positions, int(ends.max(initial=1)))
             | {
                 "num_token_non_padded": np.array([num_tokens]),
-                "input_ids": input_ids,
+                "input_ids": self._input_ids(batch, positions, unknown),
                 "positions": positions,
                 "logits_indices": batch.logits_rows,
                 "sampling_rows": sampling_rows,
@@ -185,7 +173,7 @@ class ForwardBatchBuilder:
             | self._slots(row_of_token)
             | self._place_images(batch, starts, query_start_loc, (row_of_token, positions)),
         )
-        if any_unknown and follows:
+        if follows and unknown.any():
             device["behind"] = self._step_back(batch, device, np.where(unknown, rows, -1))
         if not adapters:
             device.pop("adapter_slots", None)
@@ -196,17 +184,35 @@ class ForwardBatchBuilder:
                 device["input_ids"] = resolve_pending(device["input_ids"], self.last_tokens)
         return ForwardBatch(
             num_tokens=num_tokens,
-            num_seqs=num_seqs,
+            num_seqs=len(rows),
             num_single_rows=batch.num_single_rows,
             spread_copies=batch.has_prompts,
             num_verify=batch.num_verify,
             query_start_loc_cpu=query_start_loc,
-            seq_lens_cpu=seq_lens,
+            seq_lens_cpu=ends.astype(np.int32),
             sampling_rows_cpu=sampling_rows,
             sampling_positions_cpu=sampling_positions,
             **self._prefixes(batch),
             **device,
         )
+
+    def _starts(self, rows: np.ndarray, *, follows: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many tokens of each sequence are computed, and of which the device alone has the number."""
+        table = self._table
+        starts, unknown = table.num_computed_tokens[rows], table.has_unknown_lengths(rows)
+        if not follows and unknown.any():
+            assert self._accepted is not None, "drafts are in flight, but the runner reads them"
+            starts = starts - np.where(unknown, self._accepted.read(rows), 0)
+        return starts, unknown
+
+    def _input_ids(
+        self, batch: ScheduledBatch, positions: np.ndarray, unknown_B: np.ndarray
+    ) -> np.ndarray:
+        """Return the token of each row, or where the device finds it."""
+        ids: np.ndarray = self._table.token_ids[batch.row_of_token, positions]
+        if unknown_B.any():  # the table has drafts there
+            ids[batch.query_start_loc[:-1][unknown_B]] = -1 - batch.rows[unknown_B]
+        return ids
 
     def _step_back(
         self, batch: ScheduledBatch, fields: dict[str, torch.Tensor], rows_B: np.ndarray
@@ -215,7 +221,7 @@ class ForwardBatchBuilder:
 
         rows_B    rows in the InputBatch; -1: the sequence stays
         """
-        assert self._accepted is not None
+        assert self._accepted is not None and "window_slot_mapping" not in fields
         rejected_R, size = self._accepted.rejected_R, self._cache.block_size
         seqs = np.arange(len(rows_B)).repeat(batch.num_new_tokens)
         packed = to_device(np.concatenate((rows_B, rows_B[seqs], seqs)), rejected_R.device)

@@ -245,7 +245,7 @@ class StepGraphs:
         self._postponed.clear()
 
     def follows(self, key: GraphKey) -> bool:
-        """Return whether the plan of this graph takes sequences of which only the device knows the length."""
+        """Return whether the plan of this graph takes sequences with lengths that only the device has."""
         return key.mode == GraphMode.VERIFY and not key.ubatch and self._whole.follows(key.rows)
 
     def plan(self, batch: ForwardBatch, key: GraphKey) -> ForwardGraph:

@@ -87,14 +87,9 @@ class ModelRunner:
         self._copy_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # The last token drawn in each row of the table, then the drafts behind it.
-        last_tokens: torch.Tensor | None = None
         num_drafts = 0 if drafts is None else drafts.num_drafts
-        if asynchronous:
-            size = max_num_seqs * (1 + num_drafts)
-            last_tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._accepted = AcceptedDrafts(
-            max_num_seqs, device, last_tokens, backends.linear_attention
+            max_num_seqs, num_drafts, device, self._linear_attention, asynchronous=asynchronous
         )
         # References to the drafts that the last launched step makes, of each sequence; None: it makes none, or the host
         # reads them before the next step.
@@ -102,8 +97,8 @@ class ModelRunner:
         self._store: DraftStore | None = None
         self._draft_clock: StepClock | None = None  # of the passes behind the last step
         if drafts is not None:
-            drafts.last_tokens = last_tokens
-            self._store = DraftStore(table, num_drafts, last_tokens)
+            drafts.last_tokens = self._accepted.last_tokens
+            self._store = DraftStore(table, num_drafts, self._accepted.last_tokens)
         self._builder = ForwardBatchBuilder(
             table,
             cache,

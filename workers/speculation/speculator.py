@@ -45,8 +45,9 @@ PROBE_EVERY = 4
 class Speculator:
     """Belongs to the thread of the step loop.
 
-    A sequence of an asynchronous engine waits for its last token only while it speculates. The guesses of the drafter
-    are compared with the tokens also where they are not drafted, so that a sequence begins again without a trial.
+    A sequence of an asynchronous engine waits for its last token only while a drafter reads it. The guesses of the
+    drafter are compared with the tokens also where they are not drafted, so that a sequence begins again without a
+    trial.
     """
 
     def __init__(

@@ -155,7 +155,7 @@ class Sequence:
 
     @property
     def has_unknown_length(self) -> bool:
-        """Whether a launched step verifies drafts: the host does not know yet how many of them are right."""
+        """Whether a launched step verifies drafts: the host has not read yet how many of them are right."""
         return self.num_pending > 1
 
     @property
@@ -298,7 +298,7 @@ class InputBatch:
         places_N = np.arange(len(token_ids_N)) + np.repeat(firsts_B, counts_B)
         self.token_ids[np.repeat(rows_B, counts_B), places_N] = token_ids_N
         if num_rejected_B.any():
-            # The token that a later step draws comes earlier than its launch said.
+            # The token that a later step draws comes earlier than its launch supposed.
             moved_R = rows_B[num_rejected_B > 0]
             moved_R = moved_R[self.num_computed_tokens[moved_R] >= self.num_tokens[moved_R]]
             self.token_ids[moved_R, self.num_computed_tokens[moved_R]] = -1 - moved_R
