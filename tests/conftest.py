@@ -28,6 +28,9 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 
+# A disk to which other processes write takes 0.1 s for it, and no test reads files behind a crash of the machine.
+os.fsync = lambda fd: None
+
 # A shell starts background jobs with SIGINT ignored, and the commands that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
