@@ -16,9 +16,9 @@ from tests.triton.device import COMPILED
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
 elif not COMPILED:
-    from tests.triton.interpreter import patch_once
+    from tests.triton.interpreter import speed_up
 
-    patch_once()
+    speed_up()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
