@@ -28,6 +28,9 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 
+# A disk to which other processes write takes 0.1 s for it, and no test reads files behind a crash of the machine.
+os.fsync = lambda fd: None
+
 # A shell starts background jobs with SIGINT ignored, and the commands that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -59,17 +62,21 @@ SHARED_SERVERS = ("tests/clients/", "tests/serve/")
 class ByServer(LoadScopeScheduling):
     """Gives a file to one process, and all files that share a server to one process, because each process starts it.
 
-    The first process begins with the folders of SHARED_SERVERS: as the last ones they would keep one process waiting.
-    Every second process takes the files from the end, where the unit tests are: they compute while servers of the other
-    process start, wait and stop. Two servers at once would wait for each other's processor time, and later idle.
+    The first process begins with the folders of SHARED_SERVERS: as the last ones they would keep one process waiting,
+    and two servers at once would wait for each other's processor time, and later idle. The second process takes the
+    files from the end, where the unit tests are, and a third one from the beginning, where the ranks without servers
+    are: they compute while servers of the first process start, wait and stop.
     xdist's own `loadgroup` has no effect with pytest 9.2: it writes an attribute that a node no longer has.
     """
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if int(node.gateway.id.removeprefix("gw")) % 2:
-            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
-        elif folder := next((scope for scope in SHARED_SERVERS if scope in self.workqueue), None):
-            self.workqueue.move_to_end(folder, last=False)
+        number = int(node.gateway.id.removeprefix("gw"))
+        servers = [scope for scope in self.workqueue if scope in SHARED_SERVERS]
+        files = [scope for scope in self.workqueue if scope not in SHARED_SERVERS]
+        if number % 3 == 1:
+            files.reverse()
+        first, *_ = files + servers if number else servers + files
+        self.workqueue.move_to_end(first, last=False)
         super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:

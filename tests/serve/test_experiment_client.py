@@ -74,7 +74,7 @@ def test_a_lost_rank_ends_a_run_though_its_requests_wait(monkeypatch: pytest.Mon
     workload = RequestWorkload(requests=1)
     with ThreadingHTTPServer(("127.0.0.1", 0), Rebuilding) as fake:
         fake.daemon_threads = True
-        threading.Thread(target=fake.serve_forever, daemon=True).start()
+        threading.Thread(target=fake.serve_forever, args=(0.01,), daemon=True).start()
         client = ServerClient(f"http://127.0.0.1:{fake.server_port}", "tiny", {})
         expected = "a rank was lost in the run; rank 1: its process died"
         with pytest.raises(EngineError, match=expected):

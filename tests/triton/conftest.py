@@ -13,7 +13,12 @@ import pytest
 from tests.triton.device import COMPILED
 
 # The development extra brings it to Linux; elsewhere there is none.
-collect_ignore_glob = ["test_*.py"] if find_spec("triton") is None else []
+if find_spec("triton") is None:
+    collect_ignore_glob = ["test_*.py"]
+elif not COMPILED:
+    from tests.triton.interpreter import speed_up
+
+    speed_up()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

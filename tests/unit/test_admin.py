@@ -262,7 +262,7 @@ def server() -> Iterator[tuple[str, list[Any]]]:
             pass
 
     httpd = HTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=httpd.serve_forever, daemon=True).start()
+    Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{httpd.server_port}", seen
     httpd.shutdown()
     httpd.server_close()

@@ -156,6 +156,12 @@ def test_several_findings_come_at_once():
         assert f"{name}: " in error["message"]
 
 
+@pytest.fixture(scope="module")
+def shared_api() -> Api:
+    """One for the module, because its process of large bodies takes a second to start."""
+    return Api()
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize(
     "body",
@@ -181,8 +187,8 @@ def test_several_findings_come_at_once():
         b'{"prompt": "a\nb"}',
     ],
 )
-def test_bodies_that_are_no_json_object(path, body):
-    assert_error(Api().body(body, path), 400, "invalid_json")
+def test_bodies_that_are_no_json_object(shared_api, path, body):
+    assert_error(shared_api.body(body, path), 400, "invalid_json")
 
 
 def test_numbers_too_big_for_a_float_are_refused():

@@ -13,6 +13,7 @@ import pytest
 from cluster.api.settings import ApiSettings
 from cluster.bench.progress import Progress
 from cluster.errors import EngineDeadError
+from cluster.offline import batch as batch_module
 from cluster.offline import batch_output
 from cluster.offline.batch import BatchRun, LocalServer, Response
 from cluster.offline.batch_input import BatchError, BatchInput, Line
@@ -259,8 +260,9 @@ def test_a_batch_resumes_from_every_byte_of_its_output(paths) -> None:
         assert sorted(done + server.custom_ids) == ["a", "b", 'quote " and \u2028 \U0001f600']
 
 
-def test_crashes_at_random_lose_and_repeat_nothing(paths) -> None:
+def test_crashes_at_random_lose_and_repeat_nothing(paths, monkeypatch) -> None:
     source, out = paths
+    monkeypatch.setattr(batch_module, "POLL_S", 0.001)  # after which a run sees that it is to stop
     draw = random.Random(3)
     for _ in range(30):
         names = [str(i) for i in range(draw.randrange(1, 40))]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import BadRequestError, EngineDeadError, NotFoundError
+from cluster.supervisor import group
 from cluster.supervisor.adapters import ServerAdapters
 from cluster.supervisor.saved_state import AdapterState
 from tests.unit.client_scene import OfFakes, Scene, run, scene, use_fakes
@@ -193,7 +194,11 @@ def test_the_adapters_of_the_configuration_are_held_from_the_start() -> None:
     assert subject.listed == adapters and subject.state.held == adapters
 
 
-def test_no_call_waits_for_adapters_of_a_supervisor_that_has_stopped() -> None:
+def test_no_call_waits_for_adapters_of_a_supervisor_that_has_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group, "STOP_TIMEOUT_S", 0.02)  # the fakes' loops do not end by a stop
+
     async def check() -> None:
         async with scene(lora=LORA) as now:
             call = asyncio.ensure_future(now.supervisor.changed_adapters(()))

@@ -29,6 +29,12 @@ SWEEP = {"grid": {"cluster.ranks": [1, 2], "workload.input_len": [4, 8]}}
 WORKLOAD = {"requests": 4, "output_len": 5}
 
 
+@pytest.fixture(autouse=True)
+def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each start of an engine the work of other processes is measured for 0.2 s."""
+    monkeypatch.setattr(runner, "busy_share", lambda: 0.0)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_base(tmp_path_factory.mktemp("experiments"))

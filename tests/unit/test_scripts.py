@@ -18,7 +18,7 @@ MODULES = sorted(
 )
 # Parts of other measurements, and no measurement.
 NO_RESULTS = ("scripts.bench.engine", "scripts.bench.hosts_rank", "scripts.make_checkpoint")
-PYTEST = "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q -rfE"
+PYTEST = "python -m pytest -n {} --dist loadfile --no-loadscope-reorder -q -rfE"
 TOOLS = ("bash", "basename", "cat", "cksum", "dirname", "env", "flock", "mkdir", "rm", "touch")
 
 # Makes "environments" whose python takes notes too. FAKE_VERSION_OK=1: too old; FAKE_PIP=1: pip fails.
@@ -128,14 +128,14 @@ def test_serve_and_test_have_their_own_stamps(clone: Clone) -> None:
     clone.run("serve")
     notes, _ = clone.run("test", "-k", "one or two")
     assert installs(notes) == [f"{clone.root}[dev]"]
-    assert notes[-1] == f"{PYTEST} -m not gpu and not exhaustive -k one or two"
+    assert notes[-1] == f"{PYTEST.format(3)} -m not gpu and not exhaustive -k one or two"
     assert installs(clone.run("test")[0]) == []
     assert installs(clone.run("serve")[0]) == []
 
 
 def test_exhaustive_tests_run_alone(clone: Clone) -> None:
     notes, _ = clone.run("test", "--exhaustive", "-x")
-    assert notes[-1] == f"{PYTEST} -m not gpu and exhaustive -x"
+    assert notes[-1] == f"{PYTEST.format(2)} -m not gpu and exhaustive -x"
 
 
 def test_venv_made_by_hand_is_completed(clone: Clone) -> None:

@@ -45,7 +45,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     subject = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=subject.serve_forever)
+    thread = threading.Thread(target=subject.serve_forever, args=(0.01,))
     thread.start()
     yield subject
     subject.shutdown()

@@ -19,6 +19,12 @@ SCHEMA = {
 TOKENIZER = LLTokenizer(byte_tokenizer().to_str(), n_vocab=300, eos_token=[IM_END])
 
 
+@pytest.fixture(scope="module")
+def shared_api() -> Api:
+    """One for the module, because its process of large bodies takes a second to start."""
+    return Api()
+
+
 def grammars(api):
     return [params.grammar for _ids, params in api.backend.requests.values()]
 
@@ -230,11 +236,10 @@ def test_the_place_counts_from_where_the_client_wrote_it():
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_what_is_wrong_is_named(path, fields, param):
+def test_what_is_wrong_is_named(shared_api, path, fields, param):
     base = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}
-    api = Api()
-    assert assert_error(api.post(path, base | fields), 400)["param"] == param
-    assert not api.backend.requests
+    assert assert_error(shared_api.post(path, base | fields), 400)["param"] == param
+    assert not shared_api.backend.requests
 
 
 def test_limits_of_size_and_nesting():

@@ -174,7 +174,7 @@ class Collector(BaseHTTPRequestHandler):
 def collector():
     handler = type("Kept", (Collector,), {"received": []})
     server = HTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}", handler.received
     server.shutdown()
