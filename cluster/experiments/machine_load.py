@@ -8,10 +8,10 @@ SAMPLE_S = 0.2
 IDLE = (3, 4)  # fields of the first line of /proc/stat after its name: idle, waiting for the disk
 
 
-def busy_share(seconds: float = SAMPLE_S) -> float | None:
-    """Return the share of all cores' time in which they worked during `seconds`; None if it is not known."""
+def busy_share() -> float | None:
+    """Return the share of all cores' time in which they worked during SAMPLE_S; None if it is not known."""
     before = _ticks()
-    time.sleep(seconds)
+    time.sleep(SAMPLE_S)
     after = _ticks()
     if before is None or after is None or after[1] <= before[1]:
         return None

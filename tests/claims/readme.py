@@ -60,29 +60,32 @@ def four_gpus() -> Iterator[str]:
         f"{vllm['ms_per_token']} ({tensor} with tensor parallelism)",
         f"{few['ratio']:.2f} ({tensor / own:.2f})",
     )
-    for name, end in ((NEWER, ""), (f"{NEWER}-fp8", "in FP8 it makes ")):
+    for name, begin, end in (
+        (NEWER, "On four H200 the development version of {} makes ", " a token with 4 in flight"),
+        (f"{NEWER}-fp8", "in FP8 ", ""),
+    ):
         newer = load(name)
         assert newer["hardware"]["gpus"] == 4 * ["NVIDIA H200, 143771 MiB"] and newer["clean_tree"]
         decodes, short, prompts, few = (one["result"] for one in newer["loads"][:4])
         rates = [f"{one['output_tokens_per_s']:,.0f}" for one in (decodes, short)]
         rates.append(f"{prompts['total_tokens_per_s']:,.0f}")
-        token = f"takes {few['tpot_ms']['p50']:.1f} ms"
-        if end:
-            yield f"{end}{rates[0]}, {rates[1]} and {rates[2]}, and {token}"
-        else:
-            yield (
-                f"The development version of {newer['date'][:10]} on four H200 makes {rates[0]} and {rates[1]} output "
-                f"tok/s and {rates[2]} tok/s in all in the first three loads, and {token} a token with 4 in flight"
-            )
+        where = " tok/s in these three loads, and takes " if end else " tok/s, and "
+        yield (
+            begin.format(newer["date"][:10])
+            + f"{rates[0]}, {rates[1]} and {rates[2]}{where}{few['tpot_ms']['p50']:.1f} ms{end}"
+        )
     fp8 = found["fp8_on_two_gpus_output_tokens_per_s"]
     ratios = [one["ratio"] for one in fp8]
-    yield f"FP8 on two H200 was {min(ratios)} to {max(ratios)} times as fast as vLLM in the comparison"
+    yield (
+        f"[FP8](docs/results/gpu-fp8.md) on two H200 was {min(ratios)} to {max(ratios)} times as fast as vLLM in the "
+        "comparison"
+    )
     later = load("gpu-fp8-pair")
     (prompts,) = (one for one in later["loads"] if one["input_len"] == 4096)
     assert prompts["in_flight"] == 128 and fp8[2]["load"].startswith("128 in flight, 4096 / 8")
     yield (
-        f"{fp8[2]['phalanx']:,} tok/s in all with version 0.1, {prompts['result']['total_tokens_per_s']:,.0f} with a "
-        f"development version of 0.2 of {later['date'][:10]}"
+        f"{fp8[2]['phalanx']:,} tok/s in all with version 0.1, {prompts['result']['total_tokens_per_s']:,.0f} with "
+        f"that of {later['date'][:10]}"
     )
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pytest import MonkeyPatch
 
 from cluster.bench.stream import Answer
 from cluster.config.phalanx_config import PhalanxConfig
+from cluster.experiments import machine_load
 from cluster.experiments.experiment import Experiment, load_experiment
 from cluster.experiments.results_folder import ResultsFolder
 from cluster.experiments.runner import Runner
@@ -96,7 +98,8 @@ def run_with(engines: FakeEngines, path: Path, out: Path, *overrides: str) -> in
     """Run a file as the command does; return the number of failed runs."""
     found = load_experiment(path, overrides)
     folder = ResultsFolder(out)
-    with folder.open(head_of(found), path):
+    with folder.open(head_of(found), path), MonkeyPatch.context() as patch:
+        patch.setattr(machine_load, "SAMPLE_S", 0.0)  # of each start of an engine
         runner = Runner(found, folder, engines.start, lambda text: None, ORIGIN)
         return runner.run()
 

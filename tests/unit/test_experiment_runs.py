@@ -29,12 +29,6 @@ SWEEP = {"grid": {"cluster.ranks": [1, 2], "workload.input_len": [4, 8]}}
 WORKLOAD = {"requests": 4, "output_len": 5}
 
 
-@pytest.fixture(autouse=True)
-def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before each start of an engine the work of other processes is measured for 0.2 s."""
-    monkeypatch.setattr(runner, "busy_share", lambda: 0.0)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_base(tmp_path_factory.mktemp("experiments"))
@@ -360,10 +354,10 @@ def test_the_page_names_a_busy_machine(
 def test_work_of_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stat = tmp_path / "stat"
     monkeypatch.setattr(machine_load, "STAT", stat)
-    assert busy_share(0) is None
-    stat.write_text("cpu 10 0 10 100 20 0 0 0 0 0\n")
     later = "cpu 40 0 10 140 40 0 0 10 0 0\n"  # 40 of 100 ticks
     monkeypatch.setattr(machine_load.time, "sleep", lambda seconds: stat.write_text(later))
+    assert busy_share() is None  # there is nothing before it
+    stat.write_text("cpu 10 0 10 100 20 0 0 0 0 0\n")
     assert busy_share() == pytest.approx(0.4)
 
 
