@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.attention.batch import Shape
+from kernels.host.host_copy import HostCopies
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from tests.unit.schedulers import group_of
 from workers.config import SchedulerConfig
@@ -136,6 +137,7 @@ def test_sequences_step_back_by_rejected_drafts():
     table.num_tokens[[first, second]] = 14, 5  # of the tokens in flight, 3 and 2 may be wrong
     accepted = AcceptedDrafts(MAX_SEQS, 3, CPU)
     accepted.rejected_R[[first, second]] = torch.tensor([3, 0])
+    accepted.copy(HostCopies(None))
     builder = builder_of(rows, accepted=accepted)
     expected = {
         "positions": [4, 14, 15, 16, 6, 7, 0, 0],

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.host.host_copy import HostCopies
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.unit.test_draft_engine import checkpoints, folder, run
 from tests.unit.test_draft_graphs import DEPTH, SMALL, Captured
@@ -260,6 +261,7 @@ def test_the_device_keeps_the_last_token_that_counts(given: bool) -> None:
     counts = np.array([1, 1, 2, 0]) if given else None
     accepted.enter(scheduled, batch, token_L, counts)
     assert accepted.last_tokens.tolist() == [4, 9, *([5, 8] if given else [1, 3]), *[9] * 8]
+    accepted.copy(HostCopies(None))
     assert accepted.read(np.array([3, 2, 0])).tolist() == ([1, 2, 0] if given else [0, 1, 0])
     accepted.enter(
         ScheduledBatch.of(parts[:1]),

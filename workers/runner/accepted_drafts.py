@@ -1,7 +1,7 @@
 """Which drafts of a step count, computed on the device: the next forward finds its tokens without the host.
 
 The host finds the same numbers when it reads the draws (`workers.step.step_output.count_verified`). Here nothing waits
-but `read`.
+but `read`: where attention takes no lengths of the device, the host needs the numbers before the next forward.
 
 B sequences, S sequences with rows with logits, L rows with logits, R rows of the InputBatch.
 """
@@ -9,7 +9,7 @@ B sequences, S sequences with rows with logits, L rows with logits, R rows of th
 import numpy as np
 import torch
 
-from kernels.host.host_copy import to_device
+from kernels.host.host_copy import HostCopies, to_device
 from kernels.linear_attention.base import LinearAttention
 from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import ScheduledBatch
@@ -38,6 +38,7 @@ class AcceptedDrafts:
             size = num_rows * (1 + num_drafts)
             self.last_tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self.rejected_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._on_host = HostCopies(None), torch.zeros(num_rows, dtype=torch.int64)
         self._linear_attention = linear_attention
 
     def enter(
@@ -88,9 +89,15 @@ class AcceptedDrafts:
         last_tokens.index_copy_(0, rows_S, token_L.index_select(0, last_S).clamp_(min=0))
         self.rejected_R.index_copy_(0, rows_S, drafts_S - accepted_S)
 
+    def copy(self, copies: HostCopies) -> None:
+        """Start to copy what `enter` has entered to the host, before a draft model keeps the device busy."""
+        self._on_host = copies, copies(self.rejected_R)
+
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Return how many drafts of the last step of these rows do not count, int64. Waits for the device."""
-        found: np.ndarray = self.rejected_R.cpu().numpy()[rows]
+        copies, rejected_R = self._on_host
+        copies.wait()
+        found: np.ndarray = rejected_R.numpy()[rows]
         return found
 
 

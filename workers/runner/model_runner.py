@@ -244,6 +244,8 @@ class ModelRunner:
         clock.mark()
 
         copy = HostCopies(self._copy_stream)
+        if scheduled.num_verify:
+            self._accepted.copy(copy)
         sampled = sampled.to(copy)
         prompts = {name: parts.to(copy) for name, parts in (prompts or {}).items()}
         vectors = None if vectors is None else vectors.to(copy)
