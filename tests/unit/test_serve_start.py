@@ -121,6 +121,7 @@ class OpenRequests:
 @pytest.fixture
 def stop(monkeypatch: pytest.MonkeyPatch) -> Iterator[StopSignals]:
     monkeypatch.setattr(serve_command, "ray_get", lambda result: result)
+    monkeypatch.setattr(serve_command, "POLL_S", 0.001)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     stop = StopSignals()
     stop.install()
