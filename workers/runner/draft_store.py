@@ -6,7 +6,7 @@ the forward is launched: samplers and counts of accepted drafts need their token
 S sequences with new tokens, K most drafts of one.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 
@@ -105,7 +105,7 @@ class DraftStore:
         # The draw of a row verifies the draft in its place.
         place = batch.sampling_rows_cpu[late_L], batch.sampling_positions_cpu[late_L]
         self._table.token_ids[place] = found_L[late_L]
-        return replace(scheduled, draft_token_ids=found_L)
+        return scheduled.with_drafts(found_L)
 
     def drafts_of(self, step: StepDrafts, rows: DraftRows, counts_B: np.ndarray) -> Drafts:
         """Return the drafts of the sequences of a batch, where `counts_B` draws of each count."""

@@ -4,6 +4,7 @@ B sequences, L rows with logits.
 """
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -124,6 +125,12 @@ class ScheduledBatch:
             given=given,
             **changing,
         )
+
+    def with_drafts(self, draft_token_ids: np.ndarray) -> "ScheduledBatch":
+        """Return the batch with these `draft_token_ids`, and with its rows, which ended sequences have lost since."""
+        found = copy(self)  # `replace` would leave out the cached properties
+        object.__setattr__(found, "draft_token_ids", draft_token_ids)
+        return found
 
     @property
     def changing(self) -> dict[str, Any]:
