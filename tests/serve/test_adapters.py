@@ -87,7 +87,7 @@ def listed(server: Server, *names: str) -> None:
     """Wait until every ingress lists the model and these adapters: connections reach one or the other."""
     deadline, seen = time.monotonic() + 60, 0
     while seen < 12:
-        cards = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
+        cards = server.get("/v1/models").json()["data"]
         found = {card["id"]: card["parent"] for card in cards}
         seen = seen + 1 if found == {"tiny": None} | dict.fromkeys(names, "tiny") else 0
         assert time.monotonic() < deadline, found
@@ -96,8 +96,7 @@ def listed(server: Server, *names: str) -> None:
 
 def runs(server: Server) -> bool:
     """Whether a rank has a request."""
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
-    return Scrape(text).sum("num_requests_running") > 0
+    return Scrape(server.get("/metrics").text).sum("num_requests_running") > 0
 
 
 def test_adapters_come_and_go_and_outlive_failures(

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 
-import httpx
 import pytest
 
 from cluster.commands.experts import fetch
@@ -19,7 +18,7 @@ MODEL = {"max_model_len": 512, "routing": {"kind": "zipf", "s": 1.5}}
 
 
 def scrape(server: Server) -> Scrape:
-    return Scrape(httpx.get(f"{server.url}/metrics", timeout=60).text)
+    return Scrape(server.get("/metrics").text)
 
 
 def under_load(server: Server, condition: Callable[[], bool], seconds: float = 120) -> None:

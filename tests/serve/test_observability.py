@@ -18,7 +18,7 @@ NUM_SCRAPES = 16  # of which some reach one replica and some the other
 
 def scrape(server: Server) -> Scrape:
     """Over a connection of its own: the kernel spreads those over the replicas."""
-    return Scrape(httpx.get(f"{server.url}/metrics", timeout=60).text)
+    return Scrape(server.get("/metrics").text)
 
 
 async def send(server: Server, count: int) -> None:

@@ -14,12 +14,11 @@ from typer.testing import CliRunner
 
 from cluster.cli import app
 from cluster.config.phalanx_config import PhalanxConfig
-from cluster.experiments import cluster_lock, drawing, machine_load, report, results_folder, runner
+from cluster.experiments import cluster_lock, drawing, report, results_folder, runner
 from cluster.experiments.cluster_lock import experiment_lock
 from cluster.experiments.command import signals_as_ctrl_c
 from cluster.experiments.comparison import Results
 from cluster.experiments.experiment import load_experiment
-from cluster.experiments.machine_load import busy_share
 from cluster.experiments.parent_death import stop_with_parent
 from cluster.experiments.results_folder import FolderError, ResultsFolder, locked
 from cluster.experiments.target import EngineError, Job
@@ -349,16 +348,6 @@ def test_the_page_names_a_busy_machine(
     assert "Other processes used 48 % of this machine's cores" in page and "at most 90 %" in page
     run_with(FakeEngines(), file, tmp_path / "idle", "repeats=1")
     assert "Other processes" not in report.summary(report.read_results(tmp_path / "idle"))
-
-
-def test_work_of_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stat = tmp_path / "stat"
-    monkeypatch.setattr(machine_load, "STAT", stat)
-    later = "cpu 40 0 10 140 40 0 0 10 0 0\n"  # 40 of 100 ticks
-    monkeypatch.setattr(machine_load.time, "sleep", lambda seconds: stat.write_text(later))
-    assert busy_share() is None  # there is nothing before it
-    stat.write_text("cpu 10 0 10 100 20 0 0 0 0 0\n")
-    assert busy_share() == pytest.approx(0.4)
 
 
 def test_requests_that_fail_are_counted(file: Path, tmp_path: Path) -> None:
