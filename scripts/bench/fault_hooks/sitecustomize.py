@@ -108,9 +108,9 @@ def patch_points() -> None:
 
     launch = ModelRunner.launch
 
-    def launch_unless_poisoned(self: ModelRunner, batch: Any, plan: Any) -> Any:
+    def launch_unless_poisoned(self: ModelRunner, batch: Any, *args: Any) -> Any:
         fail_if_poisoned(batch)
-        return launch(self, batch, plan)
+        return launch(self, batch, *args)
 
     ModelRunner.launch = launch_unless_poisoned  # type: ignore[method-assign]
     before(ModelRunner, "_forward", in_forward)
