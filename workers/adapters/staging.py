@@ -38,8 +38,9 @@ class Staging:
             if fused := [fill for fill in fills if isinstance(fill, FusedFill)]:
                 self._fill_fused(pair, fused)
         batches = list(self._batches(singles))
+        count = min(COPIERS, len(batches))  # the pool starts no thread without work
         with ThreadPoolExecutor(COPIERS, "copies") as pool:
-            list(pool.map(self._fill_batches, (batches[n::COPIERS] for n in range(COPIERS))))
+            list(pool.map(self._fill_batches, (batches[n::count] for n in range(count))))
 
     def _checked(self, name: str) -> torch.Tensor:
         tensor = self._folder.tensors.tensor(name)

@@ -76,12 +76,9 @@ class AcceptedDrafts:
         token_L: torch.Tensor,
         accepted_B: torch.Tensor,
     ) -> None:
-        seqs = np.flatnonzero(scheduled.num_logits)
-        num_logits = scheduled.num_logits[seqs]
-        firsts = num_logits.cumsum() - num_logits
-        seq_S, first_S, drafts_S = to_device(
-            np.stack((seqs, firsts, num_logits - 1)), token_L.device
-        )
+        seqs = scheduled.drawing_seqs
+        arrays = seqs, scheduled.first_logits, scheduled.num_logits[seqs] - 1
+        seq_S, first_S, drafts_S = to_device(np.stack(arrays), token_L.device)
         accepted_S = accepted_B.index_select(0, seq_S)
         last_S = first_S + accepted_S
         rows_S = batch.sampling_rows.index_select(0, last_S)

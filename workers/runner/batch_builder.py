@@ -158,8 +158,8 @@ class ForwardBatchBuilder:
         positions = batch.positions(starts)
         ends = starts + batch.num_new_tokens
         sampling_rows = rows[batch.logits_seqs]
-        sampling_positions = ends[batch.logits_seqs] - batch.logits_behind
-        self._enter_drafts(batch, sampling_rows, sampling_positions)
+        lengths = _lengths(batch, ends)
+        self._enter_drafts(batch, sampling_rows, lengths["sampling_positions_cpu"])
         device: dict[str, Any] = self._staging.ship(
             num_rows,
             self._cache.fields(rows, row_of_token, positions, int(ends.max(initial=1)))
@@ -189,9 +189,8 @@ class ForwardBatchBuilder:
             spread_copies=batch.has_prompts,
             num_verify=batch.num_verify,
             query_start_loc_cpu=query_start_loc,
-            seq_lens_cpu=ends.astype(np.int32),
             sampling_rows_cpu=sampling_rows,
-            sampling_positions_cpu=sampling_positions,
+            **lengths,
             **self._prefixes(batch),
             **device,
         )
@@ -237,14 +236,11 @@ class ForwardBatchBuilder:
         return back_B
 
     def settled(self, scheduled: ScheduledBatch, batch: ForwardBatch) -> ForwardBatch:
-        """Return a launched batch with the lengths that the host has learnt since it was built."""
+        """Return a launched batch with the lengths that the host has learnt since it was built, if any."""
+        if batch.behind is None:
+            return batch
         ends = self._table.num_computed_tokens[scheduled.rows]
-        return replace(
-            batch,
-            seq_lens_cpu=ends.astype(np.int32),
-            sampling_positions_cpu=ends[scheduled.logits_seqs] - scheduled.logits_behind,
-            behind=None,
-        )
+        return replace(batch, **_lengths(scheduled, ends), behind=None)
 
     def _prefixes(self, batch: ScheduledBatch) -> dict[str, Any]:
         """Return the groups of sequences with shared blocks; only sequences with one row read shared blocks once."""
@@ -285,3 +281,11 @@ class ForwardBatchBuilder:
         if not self._adapters:
             return {}
         return {"adapter_slots": self._table.adapter_slots[row_of_token]}
+
+
+def _lengths(batch: ScheduledBatch, ends_B: np.ndarray) -> dict[str, Any]:
+    """Return the fields that follow from the number of tokens of each sequence, new ones included."""
+    return {
+        "seq_lens_cpu": ends_B.astype(np.int32),
+        "sampling_positions_cpu": ends_B[batch.logits_seqs] - batch.logits_behind,
+    }

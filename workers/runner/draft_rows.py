@@ -64,7 +64,7 @@ class DraftRows:
     @classmethod
     def of(cls, scheduled: ScheduledBatch, batch: ForwardBatch, limit: int) -> "DraftRows":
         """Return those of a step; no position may be `limit` or more."""
-        seqs = np.flatnonzero(scheduled.num_logits)
+        seqs = scheduled.drawing_seqs
         num_logits = scheduled.num_logits[seqs]
         found = scheduled.seqs
         if len(seqs) < len(found):
@@ -73,7 +73,7 @@ class DraftRows:
         return cls(
             seqs=seqs,
             num_logits=num_logits,
-            logits=num_logits.cumsum() - num_logits,
+            logits=scheduled.first_logits,
             rows=batch.query_start_loc_cpu[seqs + 1] - num_logits,
             positions=batch.seq_lens_cpu[seqs] - num_logits,
             table=scheduled.rows[seqs],

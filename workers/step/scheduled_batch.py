@@ -176,6 +176,18 @@ class ScheduledBatch:
         return rows
 
     @cached_property
+    def drawing_seqs(self) -> np.ndarray:
+        """int64 [S], the indices of the sequences with rows with logits."""
+        return np.flatnonzero(self.num_logits)
+
+    @cached_property
+    def first_logits(self) -> np.ndarray:
+        """int64 [S], the first row of each of `drawing_seqs` among the rows with logits."""
+        num_logits = self.num_logits[self.drawing_seqs]
+        firsts: np.ndarray = num_logits.cumsum() - num_logits
+        return firsts
+
+    @cached_property
     def verify_logits(self) -> np.ndarray:
         """The indices of the rows with logits of which the draws verify drafts, int64."""
         assert self.draft_token_ids is not None, "no sequence has several draws"
@@ -218,9 +230,12 @@ def _pooled(parts: list[ScheduledSequence]) -> list[int]:
 def _draws_late(parts: list[ScheduledSequence], seqs: list[Sequence]) -> bool:
     """Return whether a draw needs pending tokens of its sequence, or their number, on the host."""
     most = max(map(_num_pending, seqs), default=0)
-    if most == 1 and max(map(_num_new, parts)) > 1:
-        most += any(part.kind is VERIFY and part.seq.num_pending for part in parts)
-    return most > 1 or any(seq.num_pending for seq in filter(_needs_last_token, seqs))
+    if most > 1:  # a sequence has an unknown length
+        return True
+    has_several = most and max(map(_num_new, parts)) > 1
+    if has_several and any(part.kind is VERIFY and part.seq.num_pending for part in parts):
+        return True
+    return any(seq.num_pending for seq in filter(_needs_last_token, seqs))
 
 
 def _goes_on(seq: Sequence) -> bool:
