@@ -2,9 +2,9 @@
 
 A device computes while the host prepares, but only what was launched. So what counts is the time to the launch of the
 next forward, `ahead`: scheduling, vote and preparation. With drafts of a draft model too, tokens are committed behind
-that launch. `host` is all time of a step that is no model, behind the launch too. The model
-is small and runs on the CPU, in steps that are launched ahead as on a GPU. Times are those of the thread's CPU, which
-other work on the machine does not take.
+that launch. `host` is all time of a step that is no model, behind the launch too. The model is small and runs on the
+CPU, in steps that are launched ahead as on a GPU. Times are those of the thread's CPU, which other work on the machine
+does not take.
 """
 
 import random

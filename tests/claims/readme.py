@@ -60,20 +60,13 @@ def four_gpus() -> Iterator[str]:
         f"{vllm['ms_per_token']} ({tensor} with tensor parallelism)",
         f"{few['ratio']:.2f} ({tensor / own:.2f})",
     )
-    for name, begin, end in (
-        (NEWER, "On four H200 the development version of {} makes ", " a token with 4 in flight"),
-        (f"{NEWER}-fp8", "in FP8 ", ""),
-    ):
-        newer = load(name)
-        assert newer["hardware"]["gpus"] == 4 * ["NVIDIA H200, 143771 MiB"] and newer["clean_tree"]
-        decodes, short, prompts, few = (one["result"] for one in newer["loads"][:4])
-        rates = [f"{one['output_tokens_per_s']:,.0f}" for one in (decodes, short)]
-        rates.append(f"{prompts['total_tokens_per_s']:,.0f}")
-        where = " tok/s in these three loads, and takes " if end else " tok/s, and "
-        yield (
-            begin.format(newer["date"][:10])
-            + f"{rates[0]}, {rates[1]} and {rates[2]}{where}{few['tpot_ms']['p50']:.1f} ms{end}"
-        )
+    date, rates, token = _newer(NEWER)
+    yield (
+        f"On four H200 the development version of {date} makes {rates} tok/s in these three loads, and takes {token} a "
+        "token with 4 in flight"
+    )
+    _, rates, token = _newer(f"{NEWER}-fp8")
+    yield f"in FP8 {rates} tok/s, and {token}"
     fp8 = found["fp8_on_two_gpus_output_tokens_per_s"]
     ratios = [one["ratio"] for one in fp8]
     yield (
@@ -86,6 +79,20 @@ def four_gpus() -> Iterator[str]:
     yield (
         f"{fp8[2]['phalanx']:,} tok/s in all with version 0.1, {prompts['result']['total_tokens_per_s']:,.0f} with "
         f"that of {later['date'][:10]}"
+    )
+
+
+def _newer(name: str) -> tuple[str, str, str]:
+    """Date, rates of the first three loads, and the time a token with 4 in flight, on four H200."""
+    newer = load(name)
+    assert newer["hardware"]["gpus"] == 4 * ["NVIDIA H200, 143771 MiB"] and newer["clean_tree"]
+    decodes, short, prompts, few = (one["result"] for one in newer["loads"][:4])
+    rates = [f"{one['output_tokens_per_s']:,.0f}" for one in (decodes, short)]
+    rates.append(f"{prompts['total_tokens_per_s']:,.0f}")
+    return (
+        newer["date"][:10],
+        f"{rates[0]}, {rates[1]} and {rates[2]}",
+        f"{few['tpot_ms']['p50']:.1f} ms",
     )
 
 

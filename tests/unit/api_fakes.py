@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+import pytest
 
 from cluster.api.admission import AdmissionGate, KeyLimits
 from cluster.api.app import create_app
@@ -292,3 +293,9 @@ def assert_error(response: httpx.Response, status: int, code: str | None = None)
     if code is not None:
         assert error["code"] == code, error
     return error
+
+
+@pytest.fixture(scope="module")
+def shared_api() -> Api:
+    """One for a module, because its process of large bodies takes a second to start."""
+    return Api()

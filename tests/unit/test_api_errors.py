@@ -7,7 +7,9 @@ import pytest
 
 from cluster.api.routes.other_models import OTHER_ROUTES
 from cluster.errors import ContextLengthError, EngineDeadError, OverloadedError
-from tests.unit.api_fakes import MODEL, Api, FakeBackend, assert_error, events
+from tests.unit.api_fakes import MODEL, Api, FakeBackend, assert_error, events, shared_api
+
+__all__ = ["shared_api"]  # a fixture
 
 HUGE = 10**400
 
@@ -154,12 +156,6 @@ def test_several_findings_come_at_once():
     error = assert_error(Api().complete(n=0, temperature=9, top_p="a"), 400)
     for name in ("n", "temperature", "top_p"):
         assert f"{name}: " in error["message"]
-
-
-@pytest.fixture(scope="module")
-def shared_api() -> Api:
-    """One for the module, because its process of large bodies takes a second to start."""
-    return Api()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -8,7 +8,9 @@ from llguidance import LLMatcher, LLTokenizer
 from cluster.api.request.grammar_check import _check_in_child
 from cluster.api.work.processes import WorkProcesses
 from scripts.byte_tokenizer import byte_tokenizer
-from tests.unit.api_fakes import IM_END, Api, FakeBackend, assert_error, events, says
+from tests.unit.api_fakes import IM_END, Api, FakeBackend, assert_error, events, says, shared_api
+
+__all__ = ["shared_api"]  # a fixture
 
 SCHEMA = {
     "type": "object",
@@ -17,12 +19,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOKENIZER = LLTokenizer(byte_tokenizer().to_str(), n_vocab=300, eos_token=[IM_END])
-
-
-@pytest.fixture(scope="module")
-def shared_api() -> Api:
-    """One for the module, because its process of large bodies takes a second to start."""
-    return Api()
 
 
 def grammars(api):
