@@ -19,7 +19,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 HELLO_ANSWER = "Hello! I am a small demo model served by Phalanx."
 # Of the guarded server, which runs MAX_RUNNING choices at once and lets MAX_WAITING wait.
 KEY = "a-key-of-the-guarded-server"
-TIMEOUT_S = 10.0  # of a request: longer than any but those that wait for suspended ranks
+TIMEOUT_S = 20.0  # of a request: longer than any but those that wait for suspended ranks
 MAX_RUNNING, MAX_WAITING = 4, 2
 # As Qwen's templates do it: the prompt opens a thought or closes it, or leaves that to the model.
 THINKING = (

@@ -197,9 +197,7 @@ def test_a_flow_that_a_firewall_has_dropped_is_noticed(monkeypatch, way) -> None
             await whole(now, asked)
 
     monkeypatch.setattr(secure_socket, "ANSWER_MS", 500)
-    monkeypatch.setattr(
-        stream_watch, "ARRIVAL_BEATS", 20
-    )  # later than that: it submits the lost request again
+    monkeypatch.setattr(stream_watch, "ARRIVAL_BEATS", 100)
     run(scenario())
 
 
