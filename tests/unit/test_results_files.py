@@ -87,8 +87,10 @@ def test_the_stages_of_a_start_on_a_gpu_are_those_of_its_file():
         assert row(page, f"{stage} |") == wanted
 
 
-def test_the_speed_of_fp8_on_one_gpu_is_that_of_its_files():
-    for name, gpus in (("gpu-fp8-one", "1"), ("gpu-fp8-kv8", "1, cache in FP8")):
+def test_the_speed_of_fp8_is_that_of_its_files():
+    h200 = {"gpu-fp8-pair": "2", "gpu-fp8-one": "1", "gpu-fp8-kv8": "1, cache in FP8"}
+    h100 = {"gpu-serving-four-fp8": "4 H100", "gpu-serving-two-fp8": "2 H100"}
+    for name, gpus in (h200 | h100).items():
         for served in load(name)["loads"]:
             lengths = f"{served['in_flight']} / {served['input_len']} / {served['output_len']}"
             cells, found = row("docs/results/gpu-fp8.md", f"{gpus} | {lengths}"), served["result"]
