@@ -152,6 +152,27 @@ def kv_cache() -> Iterator[str]:
         assert [event["equal_answers"] for event in kill["events"]] == ["32 of 32"] * 2
     assert found["ratios"]["equal_answers"] == {"kill": "64 of 64"}
     yield "All tokens are those of answers without a failure"
+    yield from _kill_on_a_gpu()
+
+
+def _kill_on_a_gpu() -> Iterator[str]:
+    found = load("gpu-kv-kill")
+    options, servers = found["options"], found["servers"]
+    assert found["hardware"]["gpus"] == ["NVIDIA H200, 143771 MiB"] and found["clean_tree"]
+    assert (options["ranks"], options["kills"]) == ("1", "1")
+    sessions, tokens = int(options["kill_sessions"]), int(options["kill_tokens"])
+    yield f"under {sessions} sessions of {tokens:,} tokens"
+    kills = [servers[name]["kill"] for name in ("host tier", "without")]
+    pauses, behind = (
+        [kill[part]["pause_p50_s"] for kill in kills]
+        for part in ("killed_rank", "killed_rank_behind_rebuild")
+    )
+    yield f"the median pause was {pauses[0]:.1f} s with the tier and {pauses[1]:.1f} s without"
+    rebuilds = [kill["events"][0]["rebuild_s"] for kill in kills]
+    yield f"of which the rebuild took {rebuilds[0]:.1f} s and {rebuilds[1]:.1f} s"
+    yield f"Behind the rebuild it was {behind[0]:.1f} s and {behind[1]:.1f} s"
+    rate = _served("gpu-one-qwen3", (64, 4096, 8))["total_tokens_per_s"]
+    yield f"this GPU computes all prompts again in about {sessions * tokens / rate:.1f} s"
 
 
 def models() -> Iterator[str]:
