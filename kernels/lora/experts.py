@@ -13,6 +13,9 @@ from torch.nn import functional as F
 from kernels.lora.product import device_tiles
 from kernels.lora.rows import NO_ADAPTER
 
+TILE_COLUMNS = 256
+"""Output columns of a program of the kernel on GPUs; a tile has columns of one part."""
+
 
 @dataclass(frozen=True, eq=False)
 class ExpertRows:
@@ -61,7 +64,7 @@ class ExpertLora:
     b_SENr     [S, E, N, r], N outputs
     blocks     as in LoraWeights
     places_e   int32: index of each local expert in the matrices. Its contents change as experts move
-    tiles      as in LoraWeights
+    tiles      as in LoraWeights, of TILE_COLUMNS rows
     """
 
     a_SEQK: torch.Tensor
@@ -71,7 +74,8 @@ class ExpertLora:
     tiles: torch.Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tiles", device_tiles(self.blocks, self.a_SEQK.device))
+        tiles = device_tiles(self.blocks, self.a_SEQK.device, TILE_COLUMNS)
+        object.__setattr__(self, "tiles", tiles)
 
     def add_to(
         self, out_RN: torch.Tensor, x: torch.Tensor, rows: ExpertRows, *, gathered: bool
@@ -102,7 +106,7 @@ class ExpertLora:
         rank = self.b_SENr.shape[3]
         h_ZRQ = expert_lora_shrink(x, self.a_SEQK, routed, rank, gathered=gathered)
         assert self.tiles is not None
-        expert_lora_expand(out_RN, h_ZRQ, self.b_SENr, routed, self.tiles)
+        expert_lora_expand(out_RN, h_ZRQ, self.b_SENr, routed, self.tiles, TILE_COLUMNS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,8 @@ class LoraWeights:
     tiles: torch.Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tiles", device_tiles(self.blocks, self.a_SQK.device))
+        tiles = device_tiles(self.blocks, self.a_SQK.device, TILE_COLUMNS)
+        object.__setattr__(self, "tiles", tiles)
 
     @property
     def rank(self) -> int:
@@ -87,7 +88,7 @@ class EmbeddingLora:
 
     def __post_init__(self) -> None:
         blocks = ((0, self.b_SDr.shape[1], 0),)
-        object.__setattr__(self, "tiles", device_tiles(blocks, self.b_SDr.device))
+        object.__setattr__(self, "tiles", device_tiles(blocks, self.b_SDr.device, TILE_COLUMNS))
 
     def add_to(self, out_TD: torch.Tensor, ids_T: torch.Tensor, rows: AdapterRows) -> None:
         """Add the adapters' embeddings of int64 tokens in place, for the rows that have an adapter."""
@@ -104,18 +105,18 @@ class EmbeddingLora:
 
 
 def device_tiles(
-    blocks: tuple[tuple[int, int, int], ...], device: torch.device
+    blocks: tuple[tuple[int, int, int], ...], device: torch.device, columns: int
 ) -> torch.Tensor | None:
     """Return int32 [tiles, 3] of `tiles_of` for the kernels of a GPU; None on a CPU."""
     if device.type == "cpu":
         return None
-    return torch.tensor(tiles_of(blocks), dtype=torch.int32, device=device)
+    return torch.tensor(tiles_of(blocks, columns), dtype=torch.int32, device=device)
 
 
-def tiles_of(blocks: tuple[tuple[int, int, int], ...]) -> list[tuple[int, int, int]]:
-    """Return the blocks in pieces of at most TILE_COLUMNS rows."""
+def tiles_of(blocks: tuple[tuple[int, int, int], ...], columns: int) -> list[tuple[int, int, int]]:
+    """Return the blocks in pieces of at most `columns` rows."""
     return [
-        (start, min(start + TILE_COLUMNS, end), part)
+        (start, min(start + columns, end), part)
         for first, end, part in blocks
-        for start in range(first, end, TILE_COLUMNS)
+        for start in range(first, end, columns)
     ]

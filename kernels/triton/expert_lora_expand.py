@@ -1,7 +1,7 @@
 """Triton kernel for the second product of LoRA adapters of routed experts: out += B[slot, expert] h of each row.
 
-A program has some rows of one expert and one tile of the output's columns. It goes through the slots that its rows
-have, and reads and writes the output once.
+Programs as in `kernels.triton.expert_lora_shrink`, each with one tile of the output's columns. A row has one slot, so
+no two programs add to one value, and each value is read and written once.
 
 R permuted rows, N output width, S slots, E experts with matrices, r rank, Q values of h of all parts, Z pieces of a
 sum.
@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.expert_lora_shrink import RoutedRows, bounds_of, rows_of_tile
-from kernels.triton.lora_expand import BLOCK_N, sum_pieces
+from kernels.triton.expert_lora_shrink import NO_SLOT, RoutedRows, next_slot, rows_of_tile
+from kernels.triton.lora_expand import sum_pieces
 
 
 @triton.jit(do_not_specialize=["num_rows", "slots_ptr"])
@@ -36,35 +36,36 @@ def expert_lora_expand_kernel(
     EXPERTS: tl.constexpr,
     EXPERTS_2: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    SHARES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Add one tile of columns of the rows of one tile that have a slot."""
     expert, permuted, _gathered, slots = rows_of_tile(
-        *(slots_ptr, row_ptr, starts_ptr, ends_ptr, tl.program_id(0)), EXPERTS, EXPERTS_2, BLOCK_M
+        *(slots_ptr, row_ptr, starts_ptr, ends_ptr, tl.program_id(0), tl.program_id(2)),
+        *(EXPERTS, EXPERTS_2, BLOCK_M, SHARES),
     )
-    lowest, highest = bounds_of(slots)
-    if highest > 0:
+    slot = next_slot(slots, 0)
+    if slot < NO_SLOT:
         tile_at = tiles_ptr + tl.program_id(1) * 3
         first, end, part = tl.load(tile_at), tl.load(tile_at + 1), tl.load(tile_at + 2)
         ranks = tl.arange(0, BLOCK_R)
         columns = first + tl.arange(0, BLOCK_N)
         in_rank, in_tile, mine = ranks < RANK, columns < end, slots > 0
+        out_at = out_ptr + permuted[:, None] * out_stride + columns[None, :]
+        stored = mine[:, None] & in_tile[None, :]
+        before = tl.load(out_at, mask=stored, other=0)
         h_at = h_ptr + permuted[:, None] * width + (part * RANK + ranks)[None, :]
         h = sum_pieces(h_at, mine[:, None] & in_rank[None, :], num_rows, width, SPLITS)
         place = tl.load(places_ptr + expert).to(tl.int64)
         b_at = b_ptr + (place * height + columns)[None, :] * RANK + ranks[:, None]
         delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for slot in range(lowest, highest + 1):
-            here = slots == slot
-            if tl.sum(here.to(tl.int32), 0) > 0:
-                own_at = b_at + tl.cast(slot - 1, tl.int64) * b_stride
-                b = tl.load(own_at, mask=in_rank[:, None] & in_tile[None, :], other=0)
-                own_h = tl.where(here[:, None], h, 0.0).to(b.dtype)
-                delta = tl.dot(own_h, b, delta, input_precision="ieee")
-        out_at = out_ptr + permuted[:, None] * out_stride + columns[None, :]
-        stored = mine[:, None] & in_tile[None, :]
-        before = tl.load(out_at, mask=stored, other=0)
+        while slot < NO_SLOT:
+            own_at = b_at + tl.cast(slot - 1, tl.int64) * b_stride
+            b = tl.load(own_at, mask=in_rank[:, None] & in_tile[None, :], other=0)
+            own_h = tl.where((slots == slot)[:, None], h, 0.0).to(b.dtype)
+            delta = tl.dot(own_h, b, delta, input_precision="ieee")
+            slot = next_slot(slots, slot)
         tl.store(out_at, (before + delta).to(before.dtype), mask=stored)
 
 
@@ -74,6 +75,7 @@ def expert_lora_expand(
     b_SENr: torch.Tensor,
     rows: RoutedRows,
     tiles: torch.Tensor,
+    columns: int,
 ) -> None:
     """Add B[slot, expert] h to the rows of `out` that have an adapter, in place.
 
@@ -81,18 +83,20 @@ def expert_lora_expand(
     h_ZRQ      float32, of `expert_lora_shrink` with the same rows
     b_SENr     of the dtype of out, contiguous but for the stride of slots
     tiles      int32 [tiles, 3]: first column, end column, part
+    columns    most columns of a tile
     """
     num_rows, (height, rank) = len(out_RN), b_SENr.shape[2:]
     assert out_RN.stride(1) == 1 and b_SENr[0].is_contiguous() and tiles.is_contiguous()
     assert num_rows == len(rows.row_R), out_RN.shape
     if num_rows:
-        expert_lora_expand_kernel[rows.most_tiles, len(tiles)](
+        grid = rows.most_tiles, len(tiles), rows.slot_shares
+        expert_lora_expand_kernel[grid](
             *(out_RN, out_RN.stride(0), h_ZRQ, b_SENr, b_SENr.stride(0)),
             *(rows.slots_N, rows.row_R, rows.starts_e, rows.ends_e, rows.places_e),
             *(tiles, num_rows, h_ZRQ.shape[2], height),
             SPLITS=h_ZRQ.shape[0],
             RANK=rank,
             BLOCK_R=max(16, triton.next_power_of_2(rank)),
-            BLOCK_N=BLOCK_N,
+            BLOCK_N=triton.next_power_of_2(columns),
             **rows.constants,
         )

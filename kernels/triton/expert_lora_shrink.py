@@ -1,8 +1,9 @@
 """Triton kernel for the first product of LoRA adapters of routed experts: h = A[slot, expert] x of each row.
 
-A program has some rows of one expert, one part or all parts, and one piece of the depth. It goes through the slots that
-its rows have, so that neither slots nor experts without rows cost a program. One captured launch serves every routing
-and every mix of adapters.
+A program has some rows of one expert, a share of the slots, one part or all parts, and one piece of the depth. It goes
+through the slots of its share that its rows have. Few rows of an expert have about as many slots as rows, and a program
+waits for the reads of each slot: so they get several programs. One captured launch serves every routing and every mix
+of adapters.
 
 N gathered rows, R permuted rows, K depth, S slots, e local experts, E experts with matrices, P parts, r rank,
 Q = P * r, Z pieces of the depth.
@@ -15,12 +16,15 @@ import triton
 import triton.language as tl
 
 from kernels.triton.grouped_gemm import find_tile
-from kernels.triton.lora_shrink import BLOCK_K, cuts_of, shrink
+from kernels.triton.lora_shrink import cuts_of, shrink
 
 FEW_ROWS = (
     16  # of an expert on average: up to so many a program has as many, and the depth is split
 )
 BLOCK_M = 32  # rows of a program with more
+SLOT_SHARES = 2  # programs for the slots of one tile of few rows
+BLOCK_K = 128
+SPLIT_DEPTH = 256  # least depth of a piece
 NO_SLOT = tl.constexpr(1 << 30)
 
 
@@ -64,7 +68,13 @@ class RoutedRows(NamedTuple):
             "EXPERTS": num_experts,
             "EXPERTS_2": triton.next_power_of_2(num_experts),
             "BLOCK_M": self.block_rows,
+            "SHARES": self.slot_shares,
         }
+
+    @property
+    def slot_shares(self) -> int:
+        """Programs for the slots of one tile."""
+        return SLOT_SHARES if self.few else 1
 
 
 @triton.jit
@@ -74,13 +84,16 @@ def rows_of_tile(
     starts_ptr,
     ends_ptr,
     row_tile,
+    share,
     EXPERTS: tl.constexpr,
     EXPERTS_2: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
-    """Return the expert of a tile, its permuted and its gathered rows, and their slots, 0 behind the expert's end.
+    """Return the expert of a tile, its permuted and its gathered rows, and their slots, 0 for rows of other programs.
 
-    The expert is undefined where no row has a slot.
+    Those are rows behind the expert's end, and rows with a slot of another share of SHARES. The expert is undefined
+    where no row has a slot.
     """
     experts = tl.arange(0, EXPERTS_2)
     starts = tl.load(starts_ptr + experts, mask=experts < EXPERTS, other=0)
@@ -89,13 +102,14 @@ def rows_of_tile(
     permuted = start + tl.arange(0, BLOCK_M)
     gathered = tl.load(row_ptr + permuted, mask=permuted < end, other=0).to(tl.int64)
     slots = tl.load(slots_ptr + gathered, mask=permuted < end, other=0).to(tl.int32)
+    slots = tl.where(slots % SHARES == share, slots, 0)
     return expert, permuted.to(tl.int64), gathered, slots
 
 
 @triton.jit
-def bounds_of(slots):
-    """Return the lowest slot of any row and the highest; the lowest is above the highest where no row has one."""
-    return tl.min(tl.where(slots > 0, slots, NO_SLOT), 0), tl.max(slots, 0)
+def next_slot(slots, before):
+    """Return the lowest slot of any row above `before`; NO_SLOT where no row has one."""
+    return tl.min(tl.where(slots > before, slots, NO_SLOT), 0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "slots_ptr"])
@@ -119,15 +133,17 @@ def expert_lora_shrink_kernel(
     EXPERTS: tl.constexpr,
     EXPERTS_2: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    SHARES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Multiply the rows of one tile by one part of the A of their slots, over one piece of the depth."""
     expert, permuted, gathered, slots = rows_of_tile(
-        *(slots_ptr, row_ptr, starts_ptr, ends_ptr, tl.program_id(0)), EXPERTS, EXPERTS_2, BLOCK_M
+        *(slots_ptr, row_ptr, starts_ptr, ends_ptr, tl.program_id(0), tl.program_id(2)),
+        *(EXPERTS, EXPERTS_2, BLOCK_M, SHARES),
     )
-    lowest, highest = bounds_of(slots)
-    if highest > 0:
+    slot = next_slot(slots, 0)
+    if slot < NO_SLOT:
         part, split = tl.program_id(1) % PARTS, tl.program_id(1) // PARTS
         ranks = tl.arange(0, BLOCK_R)
         in_rank = ranks < RANK
@@ -139,13 +155,11 @@ def expert_lora_shrink_kernel(
         h_at = h_ptr + (split.to(tl.int64) * num_rows + permuted)[:, None] * width + part * RANK
         h_at += ranks[None, :]
         start, end = split * piece, min((split + 1) * piece, depth)
-        for slot in range(lowest, highest + 1):
+        while slot < NO_SLOT:
             here = slots == slot
-            if tl.sum(here.to(tl.int32), 0) > 0:
-                own_at = a_at + tl.cast(slot - 1, tl.int64) * a_stride
-                shrink(
-                    x_at, own_at, h_at, here, in_rank, start, end, depth, BLOCK_M, BLOCK_R, BLOCK_K
-                )
+            own_at = a_at + tl.cast(slot - 1, tl.int64) * a_stride
+            shrink(x_at, own_at, h_at, here, in_rank, start, end, depth, BLOCK_M, BLOCK_R, BLOCK_K)
+            slot = next_slot(slots, slot)
 
 
 def expert_lora_shrink(
@@ -160,11 +174,14 @@ def expert_lora_shrink(
     assert x.stride(1) == 1 and a_SEQK[0].is_contiguous() and x.dtype == a_SEQK.dtype
     assert len(x) == (len(rows.slots_N) if gathered else num_rows), x.shape
     assert rows.slots_N.is_contiguous() and rows.row_R.is_contiguous()
-    rank, splits, piece = cuts_of(width, rank, depth, split=rows.few)
+    rank, splits, piece = cuts_of(
+        width, rank, depth, least=SPLIT_DEPTH if rows.few else depth, block=BLOCK_K
+    )
     parts = width // rank
     h_ZRQ = torch.empty(splits, num_rows, width, dtype=torch.float32, device=x.device)
     if num_rows:
-        expert_lora_shrink_kernel[rows.most_tiles, parts * splits](
+        grid = rows.most_tiles, parts * splits, rows.slot_shares
+        expert_lora_shrink_kernel[grid](
             *(x, x.stride(0), a_SEQK, a_SEQK.stride(0)),
             *(rows.slots_N, rows.row_R, rows.starts_e, rows.ends_e, rows.places_e),
             *(h_ZRQ, num_rows, depth, piece),

@@ -80,14 +80,15 @@ def lora_shrink_kernel(
         shrink(x_at, a_at, h_at, mine, in_rank, start, end, depth, BLOCK_M, BLOCK_R, BLOCK_K)
 
 
-def cuts_of(width: int, rank: int, depth: int, *, split: bool) -> tuple[int, int, int]:
+def cuts_of(width: int, rank: int, depth: int, *, least: int, block: int) -> tuple[int, int, int]:
     """Return the values of h that a program makes of a row, the pieces of the depth, and the depth of a piece.
 
     width, rank   of all parts and of one
-    split         whether rows are so few that programs share the depth
+    least         depth of a piece
+    block         of which the depth of a piece is a multiple
     """
-    splits = min(MAX_SPLITS, max(1, depth // SPLIT_DEPTH)) if split else 1
-    piece = triton.cdiv(triton.cdiv(depth, splits), BLOCK_K) * BLOCK_K
+    splits = min(MAX_SPLITS, max(1, depth // least))
+    piece = triton.cdiv(triton.cdiv(depth, splits), block) * block
     return width if width <= MOST_AT_ONCE else rank, splits, piece
 
 
@@ -106,7 +107,8 @@ def lora_shrink(
     num_rows, depth = x_TK.shape
     num_slots, width, _ = a_SQK.shape
     assert x_TK.stride(1) == 1 and a_SQK[0].is_contiguous() and x_TK.dtype == a_SQK.dtype
-    rank, splits, piece = cuts_of(width, rank, depth, split=num_rows <= SPLIT_ROWS)
+    least = SPLIT_DEPTH if num_rows <= SPLIT_ROWS else depth
+    rank, splits, piece = cuts_of(width, rank, depth, least=least, block=BLOCK_K)
     parts = width // rank
     h_ZTQ = torch.empty(splits, num_rows, width, dtype=torch.float32, device=x_TK.device)
     if num_rows:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.lora import experts, product
 from kernels.lora.experts import ExpertLora, ExpertRows
 from kernels.lora.product import LoraWeights, tiles_of
 from kernels.lora.rows import AdapterRows
@@ -44,7 +45,7 @@ def test_equals_torch(dtype: torch.dtype, mix: str, num_rows: int, rank: int, de
     )
 
     found = out_TN.clone().to(DEVICE)
-    tiles = torch.tensor(tiles_of(blocks), dtype=torch.int32, device=DEVICE)
+    tiles = torch.tensor(tiles_of(blocks, product.TILE_COLUMNS), dtype=torch.int32, device=DEVICE)
     h_ZTQ = lora_shrink(x_TK.to(DEVICE), a_SQK.to(DEVICE), slots_T.to(DEVICE), rank)
     lora_expand(found[:, :240], h_ZTQ, b_SNr.to(DEVICE), slots_T.to(DEVICE), tiles)
 
@@ -108,10 +109,10 @@ def test_of_experts_equals_torch(
     on_device = [it.to(DEVICE) for it in (rows.slots_N, rows.row_R, rows.starts_e, rows.ends_e)]
     routed = RoutedRows(*on_device, places_e.to(DEVICE))
     assert routed.few == (num_rows < 90)
-    tiles = torch.tensor(tiles_of(blocks), dtype=torch.int32, device=DEVICE)
+    tiles = torch.tensor(tiles_of(blocks, experts.TILE_COLUMNS), dtype=torch.int32, device=DEVICE)
     h_ZRQ = expert_lora_shrink(x.to(DEVICE), a_SEQK.to(DEVICE), routed, rank, gathered=gathered)
-    assert len(h_ZRQ) == (2 if depth == 1100 else 1)
-    expert_lora_expand(found, h_ZRQ, b_SENr.to(DEVICE), routed, tiles)
+    assert len(h_ZRQ) == (4 if depth == 1100 else 1)
+    expert_lora_expand(found, h_ZRQ, b_SENr.to(DEVICE), routed, tiles, experts.TILE_COLUMNS)
 
     found = found.cpu()
     assert_near(found, expected, TOLERANCES)
