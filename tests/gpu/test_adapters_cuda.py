@@ -17,8 +17,11 @@ from tests.distributed.engine_harness import Event, make_request, rank_config, r
 from tests.gpu.pools import Pools
 from tests.token_judge import TokenJudge, steep_routers, transformers_reference
 from tests.triton.test_expert_adapters import TOP_K, check
+from workers.adapters.layout import AdapterLayout
+from workers.adapters.pools import AdapterPools
 from workers.config import RankConfig
-from workers.lora_config import LoadedAdapter
+from workers.lora_config import LoadedAdapter, LoraConfig
+from workers.models.registry import load_model_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -123,6 +126,28 @@ def test_tokens_from_graphs_in_bfloat16(
         overlap={"mode": overlap},
     )
     judge(pools, models, config, margin=0.6)
+
+
+def test_pieces_of_an_adapter_wait_for_readers_before_them_and_readers_behind_wait_for_them(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader before is launched behind a kernel that lasts for longer than all copies."""
+    monkeypatch.setattr("workers.adapters.pools.PIECE_BYTES", 2**18)
+    lora = LoraConfig(max_loras=2, targets=["attention", "experts"])
+    layout = AdapterLayout.of(load_model_config(models[0]), lora, range(8))
+    pools = AdapterPools(layout, 2, device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert pools.num_pieces > 3
+    staged = [torch.randn(layout.size).bfloat16().pin_memory() for _ in range(2)]
+    seen = []
+    for adapter in staged:
+        torch.cuda._sleep(200_000_000)
+        seen.append(pools.pool.clone())
+        for piece in range(pools.num_pieces):
+            pools.write(2, adapter, piece)
+    seen.append(pools.pool.clone())
+    zeros = torch.zeros(layout.size, dtype=torch.bfloat16)
+    for found, expected in zip(seen, (zeros, *staged), strict=True):
+        assert torch.equal(found[1].cpu(), expected) and not found[0].any()
 
 
 @pytest.mark.parametrize(("num_rows", "in_fp8"), [(20, False), (400, False), (400, True)])

@@ -78,8 +78,14 @@ def greedy(path: Path) -> list[int]:
 
 
 @pytest.fixture(params=[1, 2], ids=lambda count: f"{count}-slots")
-def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Scene]:
+def scene(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Scene]:
+    """With two slots, adapters come in several pieces."""
+    if request.param == 2:
+        monkeypatch.setattr("workers.adapters.pools.PIECE_BYTES", 2**15)
     made = Scene(tmp_path, request.param)
+    assert (made.store.pools.num_pieces > 2) == (request.param == 2)
     yield made
     made.process.close()
 

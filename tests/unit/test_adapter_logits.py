@@ -78,7 +78,7 @@ def rank_with(
     pools = AdapterPools(layout, lora.max_loras, device=torch.device("cpu"), dtype=rank.model.dtype)
     pools.attach(rank.model)
     for slot, folder in enumerate(adapters, start=1):
-        pools.write(slot, pools.stage(PeftFolder.read(folder)))
+        pools.write(slot, pools.stage(PeftFolder.read(folder)), 0)
     return rank
 
 

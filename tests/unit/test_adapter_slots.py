@@ -14,13 +14,21 @@ from workers.step.step_sync import PlanConfig, StepPlan, decide
 from workers.step.vote import Vote
 from workers.wire.request import EngineRequest, SamplingParams
 
+PART = -1  # in a slot of which pieces are to come
+
 
 class Written(AdapterSlots):
     """Slots whose contents are recorded."""
 
-    def __init__(self, num_slots: int):
+    def __init__(self, num_slots: int, num_pieces: int = 1):
         self.contents: dict[int, int] = {}
-        super().__init__(num_slots, lambda adapter: True, self.contents.__setitem__)
+        self.pieces: list[tuple[int, int, int]] = []
+        super().__init__(num_slots, lambda adapter: True, self.put, num_pieces)
+        self.most = num_pieces - 1
+
+    def put(self, slot: int, adapter: int, piece: int) -> None:
+        self.pieces.append((slot, adapter, piece))
+        self.contents[slot] = adapter if piece == self.most else PART
 
 
 def plan(in_use: int = 0, wanted: tuple[int, ...] = ()) -> StepPlan:
@@ -31,6 +39,8 @@ def test_a_wanted_adapter_gets_the_slot_that_was_not_used_for_the_longest_time()
     slots = Written(2)
     assert slots.slot_of(0) == 0 and slots.slot_of(7) is None and slots.wants(7)
     slots.follow(plan(wanted=(7, 8, 7)))
+    assert slots.contents == {1: 7} and slots.slot_of(8) is None and not slots.wants(8)
+    slots.follow(plan())
     assert slots.contents == {1: 7, 2: 8}
     assert (slots.slot_of(7), slots.slot_of(8)) == (1, 2) and not slots.wants(7)
     slots.follow(plan(in_use=0b01))
@@ -39,6 +49,23 @@ def test_a_wanted_adapter_gets_the_slot_that_was_not_used_for_the_longest_time()
     slots.follow(plan(in_use=0b11, wanted=(8,)))
     assert slots.contents == {1: 7, 2: 9} and slots.wants(8)
     assert slots.gauges() == {"adapters_resident": 2, "adapter_loads": 3}
+
+
+def test_a_slot_opens_behind_the_last_piece_and_goes_to_no_other_adapter_before() -> None:
+    slots = Written(1, num_pieces=3)
+    slots.follow(plan(wanted=(7,)))
+    for number in range(1, 3):
+        assert slots.slot_of(7) is None and not slots.wants(7) and slots.wants(8)
+        slots.follow(plan(wanted=(8, 7)))
+        assert slots.pieces[-1] == (1, 7, number)
+    assert slots.slot_of(7) == 1 and slots.contents == {1: 7}
+    slots.follow(plan(in_use=1, wanted=(8,)))
+    slots.follow(plan(wanted=(8,)))
+    assert slots.slot_of(7) is None and slots.contents == {1: PART}
+    for _ in range(2):
+        slots.follow(plan())
+    assert slots.slot_of(8) == 1 and slots.contents == {1: 8}
+    assert len(slots.pieces) == 6 and slots.num_loads == 2
 
 
 def test_an_adapter_that_waits_closes_the_slot_that_came_first() -> None:
@@ -66,10 +93,10 @@ def test_a_closed_slot_opens_when_nothing_waits_any_more() -> None:
 class Rank:
     """A scheduler without a model, and the steps that it launched with which adapter in which slot."""
 
-    def __init__(self, num_slots: int, max_num_seqs: int):
+    def __init__(self, num_slots: int, max_num_seqs: int, num_pieces: int = 1):
         limits = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=16)
         self.scheduler: Scheduler = make_scheduler(limits)
-        self.slots = self.scheduler.adapters = Written(num_slots)
+        self.slots = self.scheduler.adapters = Written(num_slots, num_pieces)
         self.finished: dict[str, int] = {}
 
     def add(self, name: str, adapter: int, max_tokens: int) -> None:
@@ -119,12 +146,17 @@ requests = st.lists(
 )
 
 
-@given(requests=requests, num_slots=st.integers(1, 3), max_num_seqs=st.integers(1, 4))
+@given(
+    requests=requests,
+    num_slots=st.integers(1, 3),
+    max_num_seqs=st.integers(1, 4),
+    num_pieces=st.integers(1, 4),
+)
 def test_every_request_ends_with_its_own_adapter(
-    requests: list[tuple[int, int, int, int]], num_slots: int, max_num_seqs: int
+    requests: list[tuple[int, int, int, int]], num_slots: int, max_num_seqs: int, num_pieces: int
 ) -> None:
     """On two ranks, with aborts by the way; `step` checks the slot of every sequence."""
-    ranks = [Rank(num_slots, max_num_seqs) for _ in range(2)]
+    ranks = [Rank(num_slots, max_num_seqs, num_pieces) for _ in range(2)]
     arrivals = sorted(enumerate(requests), key=lambda it: it[1][3])
     expected: dict[int, set[str]] = {0: set(), 1: set()}
     number = 0

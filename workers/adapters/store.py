@@ -106,13 +106,13 @@ class AdapterStore:
         except (AdapterError, hub.HubError) as error:
             return "", str(error)
 
-    def write(self, slot: int, adapter: int) -> None:
-        """Copy an adapter into a slot, behind the work of the current stream.
+    def write(self, slot: int, adapter: int, piece: int) -> None:
+        """Copy a piece of an adapter into a slot, see AdapterPools.
 
-        An adapter may be dropped while a sequence of an ended request still waits for a slot.
+        An adapter may be dropped while a sequence of an ended request still waits for a slot, or for its last piece.
         """
         staged = self._staged.get(adapter)
-        if staged is None:
+        if staged is not None:
+            self.pools.write(slot, staged, piece)
+        elif piece == 0:
             logger.warning("adapter %d was unloaded before it came into slot %d", adapter, slot)
-            return
-        self.pools.write(slot, staged)

@@ -60,7 +60,7 @@ class RunnerMaker:
         scheduler = Scheduler(config.scheduler, cache, process.max_model_len)
         if (store := process.adapters) is not None:
             scheduler.adapters = AdapterSlots(
-                config.lora.max_loras, store.__contains__, store.write
+                config.lora.max_loras, store.__contains__, store.write, store.pools.num_pieces
             )
         if process.images is not None:
             scheduler.images = ImageQueue(process.images)

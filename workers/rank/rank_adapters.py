@@ -24,5 +24,7 @@ def load_adapters(process: Any, gather: Gather | None) -> AdapterStore:
             pools = AdapterPools(layout, lora.max_loras, device=process.device, dtype=process.dtype)
         store = AdapterStore(pools)
     store.pools.attach(process.model)
+    if gather is not None:  # ranks with more experts have larger adapters
+        store.pools.num_pieces = max(gather(store.pools.least_pieces))
     store.agree(process.config.adapters, gather)
     return store
