@@ -167,6 +167,8 @@ def serve(options: argparse.Namespace, *, tier: bool) -> dict[str, Any]:
     settings = settings_of(options, tier=tier)
     with tempfile.TemporaryDirectory(prefix="phalanx-kv-tier-") as folder:
         port, log = free_port(), Path(folder) / "log"
+        if options.log is not None:
+            log = options.log if tier else options.log.with_suffix(".without.log")
         command = phalanx("serve", options.config, [f"serve.port={port}", *settings])
         model = load_config(options.config, settings).serve.model_name
         assert model is not None
@@ -237,6 +239,7 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, help="in place of a quarter of the sessions' KV")
     parser.add_argument("--set", action="append", default=[], help="setting of both servers")
     parser.add_argument("--start-timeout-s", type=float, default=600.0)
+    parser.add_argument("--log", type=Path, help="keep the servers' output here")
     results.add_options(parser, "kv-tier")
     options = parser.parse_args()
     if options.redraw:
