@@ -82,7 +82,7 @@ def live_twice(
                 life.while_idle += captures
             else:
                 assert not captures
-            assert not graphs.capture_next()
+            assert graphs.num_postponed == 0
             gc.collect()
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info()

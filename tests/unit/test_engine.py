@@ -54,6 +54,7 @@ class CountingRunner:
     def __init__(self) -> None:
         self.num_forwards = 0
         self.fail = self.capturing = False
+        self.graphs = None
 
     def launch(self, batch, plan) -> Pending[StepOutput]:
         self.num_forwards += 1

@@ -1,6 +1,9 @@
 """Graphs that idle ranks capture between votes, with ranks as threads and without a model."""
 
 import threading
+import time
+
+import pytest
 
 from kernels.pending import Pending
 from tests.unit.test_engine import (
@@ -12,18 +15,27 @@ from tests.unit.test_engine import (
     until,
 )
 from workers.engine.engine import Engine
+from workers.engine.postponed_captures import PostponedCaptures
 from workers.runner.graph_sizes import GraphSizes
+from workers.scheduler.scheduler import Scheduler
 from workers.step.step_output import StepOutput
+from workers.step.step_sync import StepPlan
 
 __all__ = ["asynchronous"]  # a fixture
 
 
+@pytest.fixture(autouse=True)
+def soon_calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.engine.postponed_captures.CALM_S", 0.02)
+
+
 class CapturingRunner(CountingRunner):
-    """A runner with graphs that were postponed; the third capture waits for `gate`."""
+    """A runner with graphs that were postponed, its own; the third capture waits for `gate`."""
 
     def __init__(self, gate: threading.Event) -> None:
         super().__init__()
         self.order: list[str] = []
+        self.graphs = self
         self._gate = gate
 
     def launch(self, batch, plan) -> Pending[StepOutput]:
@@ -31,16 +43,16 @@ class CapturingRunner(CountingRunner):
         self.order.append("step")
         return super().launch(batch, plan)
 
-    def capture_next(self) -> bool:
-        num_captured = self.order.count("capture")
-        if num_captured == 5:
-            return False
-        if num_captured == 2:
+    @property
+    def num_postponed(self) -> int:
+        return 5 - self.order.count("capture")
+
+    def capture_next(self) -> None:
+        if self.num_postponed == 3:
             self.capturing = True
             assert self._gate.wait(TIMEOUT_S)
             self.capturing = False
         self.order.append("capture")
-        return True
 
 
 class CapturingGroup(Group):
@@ -82,3 +94,41 @@ def test_a_sleeping_group_has_captured_all_graphs(asynchronous):
     assert [engine.runner.order for engine in group.engines] == [["capture"] * 5] * 2
     group.engines[0].stop()
     group.join()
+
+
+def test_a_request_that_waits_for_kv_waits_for_no_capture(asynchronous, monkeypatch):
+    """It is on one rank, outside its work; both ranks sleep meanwhile."""
+    waits = True
+    monkeypatch.setattr(Scheduler, "has_requests", property(lambda scheduler: waits))
+    group = CapturingGroup(2, asynchronous)
+    group.gate.set()
+    group.until_all("sleep")
+    time.sleep(0.1)
+    assert all(engine.runner.order == [] for engine in group.engines)
+    waits = False
+    group.submit(1, "a")
+    group.wait("a")
+    until(lambda: all(engine.runner.num_postponed == 0 for engine in group.engines))
+    group.engines[0].stop()
+    group.join()
+
+
+def test_a_group_is_calm_for_a_while_before_its_first_capture():
+    """Each wait begins again behind a step with requests."""
+    done: list[object] = []
+
+    class Graphs:
+        num_postponed = 9
+
+        def capture_next(self) -> None:
+            done.append("capture")
+
+    captures, graphs = PostponedCaptures(done.append), Graphs()
+    calm, waits = (StepPlan(False, (0,), calm=calm) for calm in (True, False))
+    turns = [captures.turn(plan, step, graphs) for step, plan in enumerate((calm, calm, calm))]
+    assert turns == [True] * 3 and done == [0.02, "capture", "capture"]
+    assert not captures.turn(waits, 3, graphs) and not captures.turn(calm, 4, None)
+    assert captures.turn(calm, 5, graphs) and captures.turn(calm, 8, graphs)
+    assert done[3:] == [0.02, 0.02]
+    graphs.num_postponed = 0
+    assert not captures.turn(calm, 9, graphs)

@@ -23,6 +23,7 @@ from workers.engine.expert_moves import ExpertMoves
 from workers.engine.in_flight import InFlightStep
 from workers.engine.messages import Abort, AbortIngress, Message, Refusal
 from workers.engine.outbox import Outbox, Publish
+from workers.engine.postponed_captures import PostponedCaptures
 from workers.overlap.policy import OverlapPolicy, never
 from workers.runner.draft_passes import draft_vote, enter_plan
 from workers.runner.graph_sizes import GraphSizes
@@ -112,7 +113,7 @@ class Engine:
         self._outbox = Outbox(scheduler.cache, self.open_requests, self.stats.requests, publish)
         self._step = 0
         self._vote_in_progress: int | None = None  # its number
-        self._asleep = False
+        self._asleep, self._captures = False, PostponedCaptures(self._sleep)
         self._failure: BaseException | None = None  # voted next
         self._aborted = False
         self._ended = threading.Event()
@@ -184,7 +185,7 @@ class Engine:
         repeater = start_thread(self._repeat_wakes, self.fail, "repeat-wakes")
         try:
             while not (plan := self.step()).stop:
-                if plan.sleeps and not (self._graph_sizes and self.runner.capture_next()):
+                if plan.sleeps and not self._captures.turn(plan, self._step, self.runner.graphs):
                     self._sleep()
         finally:
             self._ended.set()
@@ -286,6 +287,7 @@ class Engine:
             **self.moves.vote(),
             **self.scheduler.adapter_vote(batch),
             has_work=self.scheduler.has_work,
+            has_requests=self.scheduler.has_requests,
             wants_stop=self._stopping,
             health=UNHEALTHY if failure else HEALTHY,
         )
@@ -353,15 +355,16 @@ class Engine:
             self._inbox.append(message)
             self._changed.notify()
 
-    def _sleep(self) -> None:
-        """Wait for a reason to vote again, then wake the peers unless a peer was the reason."""
+    def _sleep(self, most_s: float | None = None) -> None:
+        """Wait for a reason to vote again, or `most_s`, then wake the peers unless a peer was the reason."""
         with self._carried():
             self.stats.record_idle(self.scheduler)
             self._outbox.send_load()
             self.scheduler.check_integrity()
         with self._changed:
             self._asleep, self._committed_at = True, 0.0
-            self._changed.wait_for(self._must_vote, self._outbox.held_s)
+            limits = [it for it in (most_s, self._outbox.held_s) if it is not None]
+            self._changed.wait_for(self._must_vote, min(limits, default=None))
             self._asleep = False
             woken_by_peer = self._woken_by_peer()
         if not woken_by_peer:

@@ -181,12 +181,14 @@ class StepGraphs:
         spent = time.perf_counter() - started
         logger.debug("captured %s in %.2f s, %d are left", key, spent, len(self._postponed))
 
-    def capture_next(self) -> bool:
-        """Capture the largest postponed graph; return False if none is left. Collective."""
-        if not self._postponed:
-            return False
+    @property
+    def num_postponed(self) -> int:
+        """Graphs that steps may need and that were not captured yet."""
+        return len(self._postponed)
+
+    def capture_next(self) -> None:
+        """Capture the largest postponed graph. Collective."""
         self.require(max(self._postponed, key=lambda key: (key.rows, key)))
-        return True
 
     def capture(self, keys: Iterable[GraphKey], progress: Progress | None = None) -> int:
         """Capture these graphs and return the bytes of tensors in their memory pool. Collective.

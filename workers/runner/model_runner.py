@@ -317,10 +317,6 @@ class ModelRunner:
         """Whether a graph is captured on demand now. From any thread."""
         return self.graphs is not None and self.graphs.capturing
 
-    def capture_next(self) -> bool:
-        """Capture a postponed graph; return False if none is left. Collective: call it when all ranks are idle."""
-        return self.graphs is not None and self.graphs.capture_next()
-
     def limit_all2all(self, comm_sms: int | None) -> None:
         """Set the SMs of the all-to-alls beside ubatches; discard ubatched graphs, which keep their own limit."""
         assert self.ubatches is not None, "there are no ubatches"

@@ -87,6 +87,11 @@ class Scheduler:
         blocked = self._blocked_by is not None and self._blocked_by == self.cache.transfers_ended
         return not blocked and bool(self.running or self.waiting)
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether there are sequences, also such as wait for images or a load."""
+        return bool(self._by_id)
+
     def add(self, request: EngineRequest, grammar: Grammar | None = None) -> str | None:
         """Queue `request`; return the reason why it can never run here, or None.
 

@@ -128,6 +128,7 @@ class StepPlan:
     move_commit           layers of the move of experts that all ranks have committed before this step, its first ones
     move_cancelled        number of the move that all ranks cancel before this step; 0 = none
     move_late             ranks that have staged the fewest layers of the cancelled move
+    calm                  no rank has requests
     adapters              a rank has rows with adapters
     adapter_slots         slots of the adapters of running sequences of any rank, as in Vote
     adapters_wanted       ids of adapters that are to come into slots, in the order of the ranks
@@ -152,6 +153,7 @@ class StepPlan:
     move_commit: int = 0
     move_cancelled: int = 0
     move_late: tuple[int, ...] = ()
+    calm: bool = False
     adapters: bool = False
     adapter_slots: int = 0
     adapters_wanted: tuple[int, ...] = ()
@@ -218,7 +220,8 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         assert any(columns["adapter_wanted"]) or not any(columns["has_work"]), (
             f"ranks have work but no tokens: {columns}"
         )
-        return StepPlan(False, tuple(num_tokens), **_adapters(columns), **_move(columns))
+        calm = not any(columns["has_requests"])
+        return StepPlan(False, tuple(num_tokens), calm=calm, **_adapters(columns), **_move(columns))
 
     graph_mode, padded = _graph(columns)
     ubatch = all(columns["wants_ubatch"]) and _last_ubatch_has_tokens(

@@ -47,7 +47,8 @@ class Vote:
     adapter_rows  the step has rows with adapters on the rank
     adapter_slots  slots of the adapters of its running sequences, slot s as bit s - 1
     adapter_wanted  id of an adapter that a waiting sequence needs in a slot; 0 = none
-    has_work      requests wait or run on the rank, scheduled or not
+    has_work      requests wait for their turn or run on the rank, scheduled or not
+    has_requests  requests are on the rank, also such as wait for images or KV
     health        HEALTHY, or another number: then the group stops with the rank's number and reason
     """
 
@@ -76,6 +77,7 @@ class Vote:
     adapter_slots: int = 0
     adapter_wanted: int = 0
     has_work: int = _bits(1)
+    has_requests: int = _bits(1)
     wants_stop: int = _bits(1)
     health: int = HEALTHY
 
