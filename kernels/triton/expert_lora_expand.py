@@ -42,7 +42,7 @@ def expert_lora_expand_kernel(
 ):
     """Add one tile of columns of the rows of one tile that have a slot."""
     expert, permuted, _gathered, slots = rows_of_tile(
-        *(slots_ptr, row_ptr, starts_ptr, ends_ptr, tl.program_id(0), tl.program_id(2)),
+        *(slots_ptr, row_ptr, starts_ptr, ends_ptr, tl.program_id(0), 0),
         *(EXPERTS, EXPERTS_2, BLOCK_M, SHARES),
     )
     slot = next_slot(slots, 0)
@@ -89,12 +89,13 @@ def expert_lora_expand(
     assert out_RN.stride(1) == 1 and b_SENr[0].is_contiguous() and tiles.is_contiguous()
     assert num_rows == len(rows.row_R), out_RN.shape
     if num_rows:
-        grid = rows.most_tiles, len(tiles), rows.slot_shares
+        grid = rows.most_tiles, len(tiles)
         expert_lora_expand_kernel[grid](
             *(out_RN, out_RN.stride(0), h_ZRQ, b_SENr, b_SENr.stride(0)),
             *(rows.slots_N, rows.row_R, rows.starts_e, rows.ends_e, rows.places_e),
             *(tiles, num_rows, h_ZRQ.shape[2], height),
             SPLITS=h_ZRQ.shape[0],
+            SHARES=1,
             RANK=rank,
             BLOCK_R=max(16, triton.next_power_of_2(rank)),
             BLOCK_N=triton.next_power_of_2(columns),

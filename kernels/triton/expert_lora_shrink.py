@@ -22,7 +22,7 @@ FEW_ROWS = (
     16  # of an expert on average: up to so many a program has as many, and the depth is split
 )
 BLOCK_M = 32  # rows of a program with more
-SLOT_SHARES = 2  # programs for the slots of one tile of few rows
+SLOT_SHARES = 4  # programs for the slots of one tile of few rows
 BLOCK_K = 128
 SPLIT_DEPTH = 256  # least depth of a piece
 NO_SLOT = tl.constexpr(1 << 30)
@@ -68,7 +68,6 @@ class RoutedRows(NamedTuple):
             "EXPERTS": num_experts,
             "EXPERTS_2": triton.next_power_of_2(num_experts),
             "BLOCK_M": self.block_rows,
-            "SHARES": self.slot_shares,
         }
 
     @property
@@ -189,7 +188,9 @@ def expert_lora_shrink(
             RANK=rank,
             PARTS=parts,
             BLOCK_R=max(16, triton.next_power_of_2(rank)),
+            SHARES=rows.slot_shares,
             BLOCK_K=BLOCK_K,
+            num_warps=2 if rows.few else 4,
             **rows.constants,
         )
     return h_ZRQ
