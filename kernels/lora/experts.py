@@ -6,6 +6,7 @@ the slots.
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -37,6 +38,13 @@ class ExpertRows:
         """Return rows that lie in expert order; expert e has those up to offs_e[e]."""
         row_R = torch.arange(len(slots_R), device=slots_R.device)
         return cls(slots_R, row_R, F.pad(offs_e[:-1], (1, 0)), offs_e)
+
+    @cached_property
+    def tiles(self) -> Any:
+        """The rows as the kernels of a GPU take them, for all products of the experts."""
+        from kernels.triton.expert_lora_tiles import expert_lora_tiles
+
+        return expert_lora_tiles(self.slots_N, self.row_R, self.starts_e, self.ends_e)
 
     @cached_property
     def segments(self) -> tuple[tuple[int, int, torch.Tensor], ...]:
@@ -100,13 +108,12 @@ class ExpertLora:
         self, out_RN: torch.Tensor, x: torch.Tensor, rows: ExpertRows, *, gathered: bool
     ) -> None:
         from kernels.triton.expert_lora_expand import expert_lora_expand
-        from kernels.triton.expert_lora_shrink import RoutedRows, expert_lora_shrink
+        from kernels.triton.expert_lora_shrink import expert_lora_shrink
 
-        routed = RoutedRows(rows.slots_N, rows.row_R, rows.starts_e, rows.ends_e, self.places_e)
-        rank = self.b_SENr.shape[3]
-        h_ZRQ = expert_lora_shrink(x, self.a_SEQK, routed, rank, gathered=gathered)
         assert self.tiles is not None
-        expert_lora_expand(out_RN, h_ZRQ, self.b_SENr, routed, self.tiles, TILE_COLUMNS)
+        rank, at = self.b_SENr.shape[3], (rows.tiles, self.places_e)
+        h_ZRQ = expert_lora_shrink(x, self.a_SEQK, *at, rank, gathered=gathered)
+        expert_lora_expand(out_RN, h_ZRQ, self.b_SENr, *at, self.tiles, TILE_COLUMNS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,43 +11,36 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.expert_lora_shrink import NO_SLOT, RoutedRows, next_slot, rows_of_tile
+from kernels.triton.expert_lora_shrink import NO_SLOT, next_slot, rows_of_tile
+from kernels.triton.expert_lora_tiles import ExpertTiles
 from kernels.triton.lora_expand import sum_pieces
 
 
-@triton.jit(do_not_specialize=["num_rows", "slots_ptr"])
+@triton.jit(do_not_specialize=["num_rows"])
 def expert_lora_expand_kernel(
     out_ptr,
     out_stride,
     h_ptr,
     b_ptr,
     b_stride,
+    bounds_ptr,
     slots_ptr,
-    row_ptr,
-    starts_ptr,
-    ends_ptr,
     places_ptr,
-    tiles_ptr,
+    columns_ptr,
     num_rows,
     width,
     height,
     SPLITS: tl.constexpr,
     RANK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    EXPERTS_2: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    SHARES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Add one tile of columns of the rows of one tile that have a slot."""
-    expert, permuted, _gathered, slots = rows_of_tile(
-        *(slots_ptr, row_ptr, starts_ptr, ends_ptr, tl.program_id(0), 0),
-        *(EXPERTS, EXPERTS_2, BLOCK_M, SHARES),
-    )
+    expert, permuted, slots = rows_of_tile(bounds_ptr, slots_ptr, tl.program_id(0), 0, BLOCK_M, 1)
     slot = next_slot(slots, 0)
     if slot < NO_SLOT:
-        tile_at = tiles_ptr + tl.program_id(1) * 3
+        tile_at = columns_ptr + tl.program_id(1) * 3
         first, end, part = tl.load(tile_at), tl.load(tile_at + 1), tl.load(tile_at + 2)
         ranks = tl.arange(0, BLOCK_R)
         columns = first + tl.arange(0, BLOCK_N)
@@ -73,31 +66,29 @@ def expert_lora_expand(
     out_RN: torch.Tensor,
     h_ZRQ: torch.Tensor,
     b_SENr: torch.Tensor,
-    rows: RoutedRows,
-    tiles: torch.Tensor,
-    columns: int,
+    tiles: ExpertTiles,
+    places_e: torch.Tensor,
+    columns_C3: torch.Tensor,
+    most_columns: int,
 ) -> None:
     """Add B[slot, expert] h to the rows of `out` that have an adapter, in place.
 
-    out_RN     rows may be strided
-    h_ZRQ      float32, of `expert_lora_shrink` with the same rows
-    b_SENr     of the dtype of out, contiguous but for the stride of slots
-    tiles      int32 [tiles, 3]: first column, end column, part
-    columns    most columns of a tile
+    out_RN       rows may be strided
+    h_ZRQ        float32, of `expert_lora_shrink` with the same tiles and places
+    b_SENr       of the dtype of out, contiguous but for the stride of slots
+    columns_C3   int32: first column, end column and part of each tile of columns, of `most_columns` at most
     """
     num_rows, (height, rank) = len(out_RN), b_SENr.shape[2:]
-    assert out_RN.stride(1) == 1 and b_SENr[0].is_contiguous() and tiles.is_contiguous()
-    assert num_rows == len(rows.row_R), out_RN.shape
+    assert out_RN.stride(1) == 1 and b_SENr[0].is_contiguous() and columns_C3.is_contiguous()
+    assert num_rows == len(tiles.row_R), out_RN.shape
     if num_rows:
-        grid = rows.most_tiles, len(tiles)
-        expert_lora_expand_kernel[grid](
+        expert_lora_expand_kernel[len(tiles.bounds_t3), len(columns_C3)](
             *(out_RN, out_RN.stride(0), h_ZRQ, b_SENr, b_SENr.stride(0)),
-            *(rows.slots_N, rows.row_R, rows.starts_e, rows.ends_e, rows.places_e),
-            *(tiles, num_rows, h_ZRQ.shape[2], height),
+            *(tiles.bounds_t3, tiles.slots_R, places_e, columns_C3),
+            *(num_rows, h_ZRQ.shape[2], height),
             SPLITS=h_ZRQ.shape[0],
-            SHARES=1,
             RANK=rank,
+            BLOCK_M=tiles.block_rows,
             BLOCK_R=max(16, triton.next_power_of_2(rank)),
-            BLOCK_N=triton.next_power_of_2(columns),
-            **rows.constants,
+            BLOCK_N=triton.next_power_of_2(most_columns),
         )

@@ -274,15 +274,16 @@ def _lora(at: Inputs) -> None:
 def _lora_of_experts(at: Inputs) -> None:
     """As `_lora`, of two experts."""
     from kernels.triton.expert_lora_expand import expert_lora_expand
-    from kernels.triton.expert_lora_shrink import RoutedRows, expert_lora_shrink
+    from kernels.triton.expert_lora_shrink import expert_lora_shrink
+    from kernels.triton.expert_lora_tiles import expert_lora_tiles
 
     new: dict[str, Any] = {"dtype": torch.bfloat16, "device": at.device}
     a_SeQK, b_SeNr = torch.zeros(2, 2, 32, WIDTH, **new), torch.zeros(2, 2, 2 * WIDTH, 16, **new)
     none = torch.zeros(2, dtype=torch.int32, device=at.device)
-    rows = RoutedRows(at.slice(), at.rows(dtype=torch.int32), none, none, none)
-    h_ZRQ = expert_lora_shrink(at.rows(WIDTH), a_SeQK, rows, 16, gathered=True)
-    tiles = torch.zeros(2, 3, dtype=torch.int32, device=at.device)
-    expert_lora_expand(at.rows(2 * WIDTH), h_ZRQ, b_SeNr, rows, tiles)
+    tiles = expert_lora_tiles(at.slice(), at.rows(dtype=torch.int32), none, none)
+    h_ZRQ = expert_lora_shrink(at.rows(WIDTH), a_SeQK, tiles, none, 16, gathered=True)
+    columns = torch.zeros(2, 3, dtype=torch.int32, device=at.device)
+    expert_lora_expand(at.rows(2 * WIDTH), h_ZRQ, b_SeNr, tiles, none, columns, WIDTH)
 
 
 CASES: dict[str, Callable[[Inputs], None]] = {

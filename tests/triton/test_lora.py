@@ -8,7 +8,8 @@ from kernels.lora.experts import ExpertLora, ExpertRows
 from kernels.lora.product import LoraWeights, tiles_of
 from kernels.lora.rows import AdapterRows
 from kernels.triton.expert_lora_expand import expert_lora_expand
-from kernels.triton.expert_lora_shrink import RoutedRows, expert_lora_shrink
+from kernels.triton.expert_lora_shrink import expert_lora_shrink
+from kernels.triton.expert_lora_tiles import expert_lora_tiles, most_tiles
 from kernels.triton.lora_expand import lora_expand
 from kernels.triton.lora_shrink import lora_shrink
 from tests.closeness import assert_near
@@ -107,12 +108,15 @@ def test_of_experts_equals_torch(
 
     found = out_RN.clone().to(DEVICE)
     on_device = [it.to(DEVICE) for it in (rows.slots_N, rows.row_R, rows.starts_e, rows.ends_e)]
-    routed = RoutedRows(*on_device, places_e.to(DEVICE))
-    assert routed.few == (num_rows < 90)
-    tiles = torch.tensor(tiles_of(blocks, experts.TILE_COLUMNS), dtype=torch.int32, device=DEVICE)
-    h_ZRQ = expert_lora_shrink(x.to(DEVICE), a_SEQK.to(DEVICE), routed, rank, gathered=gathered)
+    tiles, places = expert_lora_tiles(*on_device), places_e.to(DEVICE)
+    assert tiles.few == (num_rows < 90)
+    columns = torch.tensor(tiles_of(blocks, experts.TILE_COLUMNS), dtype=torch.int32, device=DEVICE)
+    h_ZRQ = expert_lora_shrink(
+        x.to(DEVICE), a_SEQK.to(DEVICE), tiles, places, rank, gathered=gathered
+    )
     assert len(h_ZRQ) == (4 if depth == 1100 else 1)
-    expert_lora_expand(found, h_ZRQ, b_SENr.to(DEVICE), routed, tiles, experts.TILE_COLUMNS)
+    wide = experts.TILE_COLUMNS
+    expert_lora_expand(found, h_ZRQ, b_SENr.to(DEVICE), tiles, places, columns, wide)
 
     found = found.cpu()
     assert_near(found, expected, TOLERANCES)
@@ -150,14 +154,15 @@ def test_of_experts_on_a_cpu() -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("num_rows", "experts"), [(8, 128), (512, 128), (512, 4), (1000, 3)])
-def test_programs_suffice_for_any_routing(num_rows: int, experts: int) -> None:
-    """Also if every expert has one row more than whole programs take."""
-    none = torch.zeros(experts, dtype=torch.int32)
-    routed = RoutedRows(torch.zeros(1), torch.zeros(num_rows), none, none, none)
-    taken, tiles = 0, 0
-    for _ in range(experts):
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "block"),
+    [(8, 128, 16), (512, 128, 16), (512, 4, 32), (1000, 3, 32)],
+)
+def test_tiles_suffice_for_any_routing(num_rows: int, num_experts: int, block: int) -> None:
+    """Also if every expert has one row more than whole tiles take."""
+    taken, needed = 0, 0
+    for _ in range(num_experts):
         count = min(num_rows - taken, 1)
-        taken, tiles = taken + count, tiles + count
-    tiles += (num_rows - taken) // routed.block_rows
-    assert tiles <= routed.most_tiles <= num_rows
+        taken, needed = taken + count, needed + count
+    needed += (num_rows - taken) // block
+    assert needed <= most_tiles(num_rows, num_experts, block) <= num_rows
