@@ -3,6 +3,8 @@
 import json
 from collections.abc import Iterator
 
+import torch
+
 from cluster.api.images.geometry import Geometry
 from cluster.api.request import uploads
 from cluster.api.settings import ApiSettings
@@ -30,10 +32,13 @@ from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import SdpaAttention
 from tests.claims import ROOT, row
 from tests.published_configs import PUBLISHED
+from workers.adapters import pools
+from workers.adapters.layout import AdapterLayout
 from workers.engine import datagram_vote
 from workers.images import step_share
 from workers.kv_cache import transfers
 from workers.kv_transfer import keeper, kv_pull, row_copies
+from workers.lora_config import LoraConfig
 from workers.models.registry import parse_model_config
 from workers.overlap import policy
 from workers.rank import actor, expert_staging
@@ -103,6 +108,23 @@ def api() -> Iterator[str]:
     for name in ("openai-agents", "langchain-openai", "instructor", "litellm"):
         (version,) = (line.partition("==")[2] for line in pinned if line.startswith(f"{name}=="))
         yield row(f"`{name}`", version)
+
+
+def adapters() -> Iterator[str]:
+    """docs/adapters.md."""
+    yield f"in pieces of at most {pools.PIECE_BYTES >> 20} MiB a step"
+    model = parse_model_config(PUBLISHED["qwen3_moe"], {}, "config.json")
+    pieces = []
+    for targets in (["attention"], ["attention", "experts"]):
+        lora = LoraConfig(max_loras=1, max_rank=16, targets=targets)
+        layout = AdapterLayout.of(model, lora, range(model.num_experts))
+        one = pools.AdapterPools(layout, 1, device=torch.device("meta"), dtype=torch.bfloat16)
+        pieces.append(one.least_pieces)
+    assert pieces[0] == 1
+    yield (
+        "Of Qwen3-30B-A3B an adapter of rank 16 on attention is 1 piece, one on attention and all experts "
+        f"{pieces[1]} pieces"
+    )
 
 
 def kv_cache() -> Iterator[str]:
