@@ -1,4 +1,4 @@
-"""Claims of the other pages with measured figures: api, bench, configuration, experts, kv-cache, models, offline."""
+"""Claims of adapters, api, bench, configuration, experts, kv-cache, models and offline with measured figures."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -16,6 +16,27 @@ def _streams() -> tuple[list[float], list[float]]:
     routes = [found["routes"][name] for name in ROUTES]
     rates = [max(pace["output_tokens_per_s"] for pace in route["paces"]) for route in routes]
     return rates, [route["first_token"]["first_token_ms"]["p50"] for route in routes]
+
+
+def adapters() -> Iterator[str]:
+    """Rates with adapters of routed experts, as shares of the rate of a server without LoRA."""
+    shares = []
+    for name in ("gpu-adapters-experts-bf16", "gpu-adapters-experts-fp8"):
+        found = load(name)
+        assert (found["rank"], found["targets"]) == (16, "attention,experts")
+        loads = found["loads"]
+        assert all(
+            (one["in_flight"], one["result"]["errors"]) == (64, {}) for one in loads.values()
+        )
+        rates = {use: one["result"]["output_tokens_per_s"] for use, one in loads.items()}
+        uses = ("1 adapter", "8 adapters")
+        shares.append([f"{rates[use] / rates['without LoRA']:.2f}" for use in uses])
+    (bf16_one, bf16_eight), (fp8_one, fp8_eight) = shares
+    yield (
+        f"64 requests in flight made {bf16_one} of the rate without LoRA with one adapter and {bf16_eight} with eight "
+        f"in [bfloat16](results/gpu-adapters-experts-bf16.md), {fp8_one} and {fp8_eight} in "
+        "[FP8](results/gpu-adapters-experts-fp8.md)"
+    )
 
 
 def api() -> Iterator[str]:

@@ -15,7 +15,7 @@ from tests.claims import ROOT, Claims, constants, experiments, operations, pages
 
 CLAIMS: dict[str, tuple[Claims, ...]] = {
     "README.md": (readme.claims,),
-    "docs/adapters.md": (constants.adapters,),
+    "docs/adapters.md": (pages.adapters, constants.adapters),
     "docs/api.md": (pages.api, constants.api),
     "docs/backends.md": (constants.backends,),
     "docs/bench.md": (pages.bench, constants.bench),
