@@ -128,7 +128,7 @@ def _client() -> Iterator[str]:
 
 
 def configuration() -> Iterator[str]:
-    """The host's time in steps with drafts, and drafts of copied text on a CPU."""
+    """The host's time in steps with drafts, drafts of copied text on a CPU, and drafts of a draft model on a GPU."""
     found = load("cpu-speculation")
     host, ratios = found["host"], {(it["load"], it["in_flight"]): it for it in found["loads"]}
     assert found["clean_tree"] and host["clean_tree"]
@@ -152,6 +152,37 @@ def configuration() -> Iterator[str]:
         f"{repeats[0]:.1f} and {repeats[1]:.1f} times the tokens per second of CPU time with 1 and 8 in flight, "
         f"{others[0]:.2f} and {others[1]:.2f} times for random prompts"
     )
+    yield from _drafts_on_a_gpu()
+
+
+def _drafts_on_a_gpu() -> Iterator[str]:
+    in_flight, ratios = _ratios_with_drafts("gpu-speculation", "mtp, 0.8 0.65 0.5")
+    *most, last = ratios
+    yield (
+        f"made [{', '.join(most)} and {last} times](results/gpu-speculation.md) the tokens/s without drafts with "
+        f"{', '.join(in_flight[:-1])} and {in_flight[-1]} requests in flight, "
+        "where drafts were right with probabilities 0.8, 0.65 and 0.5"
+    )
+    in_flight, ratios = _ratios_with_drafts("gpu-speculation-low", "mtp, 0.2")
+    yield (
+        f"Where 0.2 of them were right, an earlier version made [{' and '.join(ratios)} times]"
+        f"(results/gpu-speculation-low.md) the tokens/s with {' and '.join(in_flight)} requests in flight"
+    )
+
+
+def _ratios_with_drafts(name: str, server: str) -> tuple[list[str], list[str]]:
+    """Requests in flight, and the rates with drafts as multiples of those without."""
+    found = load(name)
+    assert found["hardware"]["gpus"] == ["NVIDIA H200, 143771 MiB"]
+    off, drafts = (
+        {
+            str(one["in_flight"]): one["result"]["output_tokens_per_s"]
+            for one in found["servers"][side]["loads"]
+            if not one["beside"]
+        }
+        for side in ("off", server)
+    )
+    return list(drafts), [f"{rate / off[number]:.2f}" for number, rate in drafts.items()]
 
 
 def kv_cache() -> Iterator[str]:
