@@ -113,7 +113,7 @@ class Compared:
         self._runner, self._launch = runner, runner.launch
 
     @torch.inference_mode()
-    def launch(self, scheduled: ScheduledBatch, plan: StepPlan) -> Any:
+    def launch(self, scheduled: ScheduledBatch, plan: StepPlan, *late: Any) -> Any:
         """In place of the runner's, which comes last: what it writes to the caches stays."""
         before = self._states()
         self._runner._copy_states(scheduled.state_copies)
@@ -123,7 +123,7 @@ class Compared:
             self._compare(batch, key)
             torch.cuda.synchronize()  # the host's memory of the batch is used again
         self._restore(before)
-        return self._launch(scheduled, plan)
+        return self._launch(scheduled, plan, *late)
 
     def _pools(self) -> list[torch.Tensor]:
         """The states of linear attention, which each forward moves on."""
@@ -193,7 +193,7 @@ class Compared:
         runner = self._runner
         model = runner.ubatches if key.ubatch else runner.model
         self._restore(self._copied)
-        hidden_TD = model.forward(batch.resolved(runner._last_tokens))
+        hidden_TD = model.forward(batch.resolved(runner._accepted.last_tokens))
         logits_TV = runner.model.compute_logits(hidden_TD)
         return [rows[: batch.num_tokens] for rows in (hidden_TD, logits_TV)]
 
