@@ -18,8 +18,8 @@ from workers.layers.linear import Linear
 from workers.models.decoder import DecoderLM
 from workers.weights.slots import parameter_of
 
-PIECE_BYTES = 2**26
-"""Most bytes of a piece. A link of 50 GB/s takes 1.3 ms for so many, less than a step."""
+PIECE_BYTES = 2**27
+"""Most bytes of a piece. A link of 50 GB/s takes 2.7 ms for so many, which is as long as a short step."""
 COPY_BYTES = 2**23
 """Most bytes of one copy: the inputs of a step wait for no more, where they need the same engine."""
 
