@@ -1,14 +1,23 @@
-"""The log of a step loop that ends: an error where this rank failed, none where its group ended the epoch."""
+"""Python's lock beside a step loop, and its log when it ends: an error where this rank failed."""
 
 import asyncio
 import logging
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kernels.host.shm import PeerLeftError
-from workers.rank.step_loop import PeerFailedError, RankFailedError, StepLoop
+from workers.rank.step_loop import SWITCH_S, PeerFailedError, RankFailedError, StepLoop
 from workers.step.step_sync import AbortedError
+
+
+@pytest.fixture(autouse=True)
+def switch_interval() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
 
 
 class FailingEpoch:
@@ -42,3 +51,25 @@ def test_only_a_failure_of_this_rank_is_logged_as_an_error(
     (record,) = caplog.records
     assert record.levelno == level and str(error) in record.getMessage()
     assert bool(record.exc_info) == (level == logging.ERROR)
+
+
+class Watched:
+    """Notes for how long a thread may keep Python's lock while the loop runs."""
+
+    switch_s = 0.0
+
+    def run(self) -> None:
+        self.switch_s = sys.getswitchinterval()
+
+    def close(self) -> None:
+        pass
+
+
+def test_no_thread_keeps_pythons_lock_from_a_step_loop_for_long() -> None:
+    epoch: Any = Watched()
+
+    async def run() -> None:
+        await StepLoop(epoch).done()
+
+    asyncio.run(run())
+    assert epoch.switch_s == pytest.approx(SWITCH_S, rel=0.1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from functools import partial
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
     from workers.rank.epoch import Epoch
 
 logger = logging.getLogger(__name__)
+
+SWITCH_S = 1e-4
+"""Time for which a thread may hold Python's lock while another thread waits for it; Python's default is 5 ms.
+
+The step loop gives up the lock in each call of torch, dozens of times a step, and waits for so long each time another
+thread computes in Python.
+"""
 
 
 class RankFailedError(RuntimeError):
@@ -56,6 +64,7 @@ class StepLoop:
         self._thread.join()
 
     def _run(self, epoch: "Epoch") -> None:
+        sys.setswitchinterval(SWITCH_S)
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         epoch.run()
         epoch.close()
