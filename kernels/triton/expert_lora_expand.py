@@ -1,7 +1,7 @@
 """Triton kernel for the second product of LoRA adapters of routed experts: out += B[slot, expert] h of each row.
 
-Programs as in `kernels.triton.expert_lora_shrink`, each with one tile of the output's columns. A row has one slot, so
-no two programs add to one value, and each value is read and written once.
+A program has some rows of one expert and one tile of the output's columns. It goes through the slots that its rows
+have, and reads and writes the output once.
 
 R permuted rows, N output width, S slots, E experts with matrices, r rank, Q values of h of all parts, Z pieces of a
 sum.

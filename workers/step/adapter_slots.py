@@ -35,9 +35,8 @@ class AdapterSlots:
         self._write, self._num_pieces = write, num_pieces
         self._ids = [0] * num_slots
         self._used = [0] * num_slots  # number of the last step with a sequence in the slot
-        self._loaded = [
-            0
-        ] * num_slots  # number of the step that gave the adapter its slot, then of its last piece
+        # Number of the step that gave the adapter its slot, then of the step that brought its last piece.
+        self._loaded = [0] * num_slots
         self._coming: deque[int] = deque()  # indices of slots of which pieces are to come
         self._piece = 0  # the next one of the first of them
         self._step = 0
