@@ -55,7 +55,7 @@ RULES: tuple[tuple[StepPart, str], ...] = (
     (StepPart.EXPERT_ORDER, r"permute_pairs|count_pairs|scan_counts|scatter_(rows|fp8)"),
     (
         StepPart.DENSE,
-        r"quantise_rows|skinny_(linear|fp8)|expand_four_bit|lora_(expand|shrink)|sm90_fp8_gemm.*GemmType\)0",
+        r"quantise_rows|skinny_(linear|fp8)|expand_four_bit|lora_(expand|shrink|tiles)|sm90_fp8_gemm.*GemmType\)0",
     ),
     (
         StepPart.GROUPED,

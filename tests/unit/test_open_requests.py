@@ -58,6 +58,8 @@ def test_an_id_in_use_is_our_bug():
 class OneRank:
     """An engine alone, its messages, and the load that each of them would carry."""
 
+    graphs = None
+
     def __init__(self) -> None:
         self.loads: list[tuple[str, int, int]] = []  # ingress, load of others, number of outputs
         self.engine = Engine(
