@@ -17,6 +17,7 @@ from tests.checkpoints.eagle3 import make_eagle3
 from tests.devices import take_gpu
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.gpu_families import released_shape, takes_latents
+from tests.late_drafts import with_tokens
 from workers.models.registry import load_model_config
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
@@ -69,12 +70,12 @@ class Passes:
         self.equal, self.total, self.replays = Counter[int](), Counter[int](), Counter[str]()
         run, replay, taken = DraftPasses.run, StepGraphs._replay, ModelDrafter.drafted
 
-        def both(passes: DraftPasses, *arguments: Any) -> Drafted:
-            found = run(passes, *arguments)
+        def both(passes: DraftPasses, scheduled: ScheduledBatch, *arguments: Any) -> Drafted:
+            found = run(passes, scheduled, *arguments)
             if passes.graphs is None:
                 return found
             graphs, passes.graphs = passes.graphs, None
-            expected = run(passes, *arguments)
+            expected = run(passes, with_tokens(scheduled, passes.last_tokens), *arguments)
             passes.graphs = graphs
             assert found.drafts_SK.shape == expected.drafts_SK.shape
             for place, same in enumerate((found.drafts_SK == expected.drafts_SK).T.tolist()):

@@ -12,6 +12,7 @@ import torch
 
 from kernels.host.host_copy import HostCopies
 from tests.distributed.engine_harness import make_request, rank_config
+from tests.late_drafts import with_tokens
 from tests.unit.test_draft_engine import checkpoints, folder, run
 from tests.unit.test_draft_graphs import DEPTH, SMALL, Captured
 from tests.unit.test_speculation import new_tokens
@@ -39,17 +40,22 @@ class Late:
     """Drafts that are right now and then, and that may not be read before the forward behind them is launched.
 
     num_unknown   sequences of forwards, launched before the host had read how many drafts of the step before are right
+    num_behind    steps with drafts that the host read behind their draws and the passes of the draft model
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[int]]):
-        self.answers, self.num_late, self.early, self.num_unknown = answers, 0, 0, 0
+        self.answers, self.num_late, self.early = answers, 0, 0
+        self.num_unknown = self.num_behind = 0
         self._unread: StepDrafts | None = None
         run_passes, put = DraftPasses.run, DraftStore.put
         settle, resolve, read = DraftStore.settle, DraftStore.resolve, StepDrafts.read
 
         def run_right(passes: DraftPasses, scheduled: ScheduledBatch, *rest: Any) -> Drafted:
             found = run_passes(passes, scheduled, *rest)
+            has_drafts = scheduled.draft_token_ids is not None
+            self.num_behind += has_drafts and self._unread is not None
             _, _, _, token_L, counts_B = rest
+            scheduled = with_tokens(scheduled, passes.last_tokens)
             self._correct(scheduled, found, token_L.numpy(), counts_B)
             return found
 
@@ -130,6 +136,10 @@ def test_drafts_are_read_behind_the_launch_that_verifies_them(
     assert found == plain
     assert counts["accepted"] > 15 and late.num_late == counts["drafted"] and not late.early
     assert late.num_unknown > 15
+    if params:
+        assert not late.num_behind, "processors read drafts before the draws"
+    else:
+        assert late.num_behind > 5
     assert graphs is None or sum(graphs.replays.values()) > 12
 
 

@@ -158,7 +158,11 @@ def test_the_device_counts_the_drafts_that_the_host_counts(kinds, chance):
         return
     drawn_L = np.array([chance.choice([3, 3, 4, -1]) for _ in batch.logits_seqs])
     expected = np.maximum(count_verified(batch, drawn_L) - 1, 0)
-    assert count_accepted(batch, torch.from_numpy(drawn_L)).tolist() == expected.tolist()
+    token_L = torch.from_numpy(drawn_L)
+    assert count_accepted(batch, token_L).tolist() == expected.tolist()
+    only_there = np.where(batch.draft_token_ids == 3, -5, batch.draft_token_ids)
+    late, last_tokens = batch.with_drafts(only_there), torch.tensor([9, 9, 9, 9, 3])
+    assert count_accepted(late, token_L, last_tokens).tolist() == expected.tolist()
     kinds_found = [part.kind for part in batch.parts if part.num_new > 1]
     assert kinds_found == sorted(kinds_found, key=lambda kind: kind is PROMPT)
     assert batch.num_verify == kinds_found.count(VERIFY)

@@ -11,7 +11,7 @@ import torch
 
 from kernels.host.host_copy import HostCopies, to_device
 from kernels.linear_attention.base import LinearAttention
-from workers.step.forward_batch import ForwardBatch
+from workers.step.forward_batch import ForwardBatch, resolve_pending
 from workers.step.scheduled_batch import ScheduledBatch
 
 
@@ -60,7 +60,7 @@ class AcceptedDrafts:
                 self._linear_attention.accept(_slots(batch))
             return
         if counts_B is None:
-            accepted_B = count_accepted(scheduled, token_L)
+            accepted_B = count_accepted(scheduled, token_L, self.last_tokens)
         else:
             accepted_B = to_device(np.maximum(counts_B - 1, 0), token_L.device)
         if self._linear_attention is not None:
@@ -103,11 +103,18 @@ def _slots(batch: ForwardBatch) -> torch.Tensor:
     return batch.state_slots
 
 
-def count_accepted(scheduled: ScheduledBatch, token_L: torch.Tensor) -> torch.Tensor:
-    """Return int64 [B]: the drafts of each sequence before the first that differs from its draw."""
-    assert scheduled.draft_token_ids is not None, "the step has no drafts"
-    arrays = scheduled.draft_token_ids, scheduled.logits_places, scheduled.logits_seqs
+def count_accepted(
+    scheduled: ScheduledBatch, token_L: torch.Tensor, last_tokens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return int64 [B]: the drafts of each sequence before the first that differs from its draw.
+
+    last_tokens   where the device finds drafts that the batch only refers to; None: there are none
+    """
+    drafts_L = scheduled.compared_drafts
+    arrays = drafts_L, scheduled.logits_places, scheduled.logits_seqs
     draft_L, place_L, seq_L = to_device(np.stack(arrays), token_L.device)
+    if last_tokens is not None and (drafts_L < 0).any():
+        draft_L = resolve_pending(draft_L, last_tokens)
     # No draw equals the entry behind the last draft, so the first that differs exists. Sequences without logits have 0.
     place_L = torch.where(token_L == draft_L, len(token_L), place_L)
     accepted_B = token_L.new_zeros(len(scheduled.seqs))

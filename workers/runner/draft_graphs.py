@@ -20,8 +20,8 @@ from workers.kv_cache.manager import KVCacheManager
 from workers.runner.draft_rows import IN_SEQUENCE, DraftRows, following_batch, next_tokens
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.specs.model import ModelConfig
-from workers.step.forward_batch import ForwardBatch
-from workers.step.scheduled_batch import NO_DRAFT, ScheduledBatch
+from workers.step.forward_batch import ForwardBatch, resolve_pending
+from workers.step.scheduled_batch import NEVER_DRAWN, ScheduledBatch
 from workers.step.step_sync import GraphMode, StepPlan
 
 NO_TOKEN = -1
@@ -237,6 +237,9 @@ class DraftGraphs:
         place_K = torch.arange(self._width, device=logits_R.device)
         index_RK = (logits_R[:, None] + place_K).clamp_(max=len(self._drawn_L) - 1)
         drawn_RK = self._drawn_L.index_select(0, index_RK.flatten()).view_as(drafts_RK)
+        if self._last_tokens is not None:
+            flat = resolve_pending(drafts_RK.flatten(), self._last_tokens)
+            drafts_RK = flat.view_as(drafts_RK)
         return (drawn_RK == drafts_RK).to(torch.int64).cumprod(1).sum(1) + 1
 
     def _pass(
@@ -294,7 +297,7 @@ class DraftGraphs:
         rows = np.arange(decodes.num_seqs)
         nothing = np.zeros_like(rows)
         sequences = DraftRows(rows, nothing + 1, rows, rows, *[nothing] * 4)
-        drafts_SK = np.full((len(rows), self._width), NO_DRAFT)
+        drafts_SK = np.full((len(rows), self._width), NEVER_DRAWN)
         if key.mode == GraphMode.DRAFT:
             self._fill(key, sequences, drafts_SK, nothing + 1)
 

@@ -107,6 +107,11 @@ class DraftPasses:
         )
         return self.graphs
 
+    def reads_drafts(self, plan: StepPlan, counts_B: np.ndarray | None) -> bool:
+        """Return whether `run` counts draws on the host: then the drafts of its batch are to be tokens."""
+        further = None if self.graphs is None else self.graphs.keys_of(plan)[1]
+        return further is None and counts_B is None and plan.draft_steps > 0
+
     def run(
         self,
         scheduled: ScheduledBatch,
@@ -118,7 +123,7 @@ class DraftPasses:
     ) -> Drafted:
         """Draft tokens of the sequences with new tokens. Collective.
 
-        scheduled its drafts are tokens
+        scheduled its drafts are tokens where `reads_drafts`
         target    of the forward of `batch`; those of its graph, if it replayed one
         token_L   the drawn tokens; None: this rank failed, and runs along without sequences
         counts_B  how many draws of each sequence count; None: those that equal its drafts, and one more

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from workers.step.forward_batch import ForwardBatch
-from workers.step.scheduled_batch import NO_DRAFT, ScheduledBatch
+from workers.step.scheduled_batch import NEVER_DRAWN, ScheduledBatch
 from workers.step.step_output import counts_of
 
 IN_SEQUENCE = -1
@@ -115,13 +115,16 @@ class DraftRows:
         return counts
 
     def drafts(self, scheduled: ScheduledBatch, width: int) -> np.ndarray:
-        """Return the drafts that the draws of each sequence verify, int64 [S, width], NO_DRAFT behind the last."""
-        drafts_SK = np.full((len(self.seqs), width), NO_DRAFT)
+        """Return the drafts that the draws of each sequence verify, or their references, int64 [S, width].
+
+        Behind the last one is NEVER_DRAWN.
+        """
+        drafts_SK = np.full((len(self.seqs), width), NEVER_DRAWN)
         if scheduled.draft_token_ids is not None:
             seq_L = np.repeat(np.arange(len(self.seqs)), self.num_logits)
             place_L = scheduled.logits_places
             inside_L = place_L < width
-            drafts_SK[seq_L[inside_L], place_L[inside_L]] = scheduled.draft_token_ids[inside_L]
+            drafts_SK[seq_L[inside_L], place_L[inside_L]] = scheduled.compared_drafts[inside_L]
         return drafts_SK
 
 

@@ -3,36 +3,36 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from kernels.backends.select import Backends
-from kernels.host.host_copy import HostCopies, StepClock
+from kernels.host.host_copy import StepClock
 from kernels.pending import Pending
 from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_snapshots import independent
 from workers.models.decoder import DecoderLM
-from workers.pooling.head import PoolingHead
 from workers.runner.accepted_drafts import AcceptedDrafts
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
 from workers.runner.draft_graphs import TargetStates
-from workers.runner.draft_passes import DraftPasses
+from workers.runner.draft_passes import Drafted, DraftPasses
 from workers.runner.draft_store import DraftStore
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.runner.image_rows import ImageRows
-from workers.runner.ran import Forwarded, Ran, StepDraft, run_times
-from workers.runner.row_logits import batch_logits, prompt_logits
+from workers.runner.ran import Forwarded, Ran, StepDraft
+from workers.runner.row_logits import batch_logits
 from workers.runner.row_masks import RowMasks
+from workers.runner.step_results import ReadOutput, StepResults
 from workers.sampling.grammar_bitmask import PendingBitmask
-from workers.sampling.logprobs import PromptLogprobs
 from workers.sampling.sampler import SampledTokens, Sampler
 from workers.speculation.synthetic import SyntheticAcceptance
 from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import ScheduledBatch
 from workers.step.sequence import InputBatch
-from workers.step.step_output import StepOutput, counts_of
+from workers.step.step_output import StepOutput
 from workers.step.step_sync import StepPlan
 from workers.ubatch.wrapper import UBatchWrapper
 
@@ -81,8 +81,6 @@ class ModelRunner:
         self._expert_load = backends.expert_load
         self._rank, self._device = rank, device
         self._sampler = Sampler(table, max_num_seqs, model.config.vocab_size, device)
-        self._prompt_logprobs = PromptLogprobs()
-        self._pooling = PoolingHead(model)
         self._masks = RowMasks(model.config.vocab_size, num_threads)
         self._copy_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -99,6 +97,7 @@ class ModelRunner:
         if drafts is not None:
             drafts.last_tokens = self._accepted.last_tokens
             self._store = DraftStore(table, num_drafts, self._accepted.last_tokens)
+        self._results = StepResults(model, self._accepted, self._store, self._copy_stream)
         self._builder = ForwardBatchBuilder(
             table,
             cache,
@@ -150,20 +149,45 @@ class ModelRunner:
             before_draws()
             batch = self._builder.settled(scheduled, batch)
             mask = self._masks.start(scheduled)
-        if self._store is not None:
-            self._store.settle()
-            scheduled = self._store.resolve(scheduled, batch)
         counts_B = None
         if self._acceptance is not None and scheduled.draft_token_ids is not None:
             counts_B = self._acceptance.counts(scheduled)
+        reads = self._reads_drafts(scheduled, batch, plan, mask, counts_B)
+        if reads:
+            scheduled = self._with_tokens(scheduled, batch)
         sampled, read = self._try_output(
             scheduled, batch, forwarded, mask, clock, prepare, counts_B
         )
-        self.coming_drafts = None
-        if self.drafts is None or not plan.draft_reads:
-            return Pending(partial(read, None))
-        found = self._draft(self.drafts, scheduled, batch, plan, forwarded, sampled, counts_B)
-        return Pending(partial(read, found))
+        drafted, self.coming_drafts = None, None
+        if self.drafts is not None and plan.draft_reads:
+            drafted = self._draft(self.drafts, scheduled, batch, plan, forwarded, sampled, counts_B)
+        if not reads:
+            scheduled = self._with_tokens(scheduled, batch)
+        found = None if drafted is None else self._keep(scheduled, *drafted)
+        return Pending(partial(read, scheduled, found))
+
+    def _reads_drafts(
+        self,
+        scheduled: ScheduledBatch,
+        batch: ForwardBatch,
+        plan: StepPlan,
+        mask: PendingBitmask | None,
+        counts_B: np.ndarray | None,
+    ) -> bool:
+        """Return whether the host needs the drafts of a step before its draws and passes; else it reads them behind."""
+        if scheduled.draft_token_ids is None:
+            return False
+        if mask is not None or self._sampler.reads_tokens(batch.sampling_rows_cpu):
+            return True
+        drafts = self.drafts if plan.draft_reads else None
+        return drafts is not None and drafts.reads_drafts(plan, counts_B)
+
+    def _with_tokens(self, scheduled: ScheduledBatch, batch: ForwardBatch) -> ScheduledBatch:
+        """Return the batch with tokens in place of references to drafts. Waits for the passes of the step before."""
+        if self._store is None:
+            return scheduled
+        self._store.settle()
+        return self._store.resolve(scheduled, batch)
 
     def _try_output(
         self,
@@ -174,7 +198,7 @@ class ModelRunner:
         clock: StepClock,
         prepare: float,
         counts_B: np.ndarray | None,
-    ) -> tuple[SampledTokens | None, Callable[[StepDraft | None], StepOutput]]:
+    ) -> tuple[SampledTokens | None, ReadOutput]:
         """Sample and start to copy the results to the host; return the tokens, and the function that reads the output.
 
         An error is raised when the output is read, and then voted: a draft model's collectives still follow. There are
@@ -186,8 +210,8 @@ class ModelRunner:
             if logits_LV is not None:
                 sampled = self._sample(logits_LV, batch, mask, scheduled.draft_token_ids)
             self._accepted.enter(scheduled, batch, sampled.token_B, counts_B)
-            read = self._finish(scheduled, batch, forwarded, sampled, clock, prepare, counts_B)
-            return sampled, read
+            place = scheduled, batch, forwarded
+            return sampled, self._results.copy(*place, sampled, clock, prepare, counts_B)
         except Exception as error:
             return None, partial(_raise, error)
 
@@ -200,12 +224,11 @@ class ModelRunner:
         forwarded: Forwarded,
         sampled: SampledTokens | None,
         counts_B: np.ndarray | None,
-    ) -> StepDraft:
-        """Run the passes of the draft model behind a forward, and start to copy drafts to the host. Collective."""
-        assert self._store is not None
+    ) -> tuple[Drafted, StepClock]:
+        """Run the passes of the draft model behind a forward; return them with their times. Collective."""
         hidden_TD, _, hidden_after, _ = forwarded
         token_L = None if sampled is None else sampled.token_B.to(self._device)
-        clock, before = StepClock(self._device), self._draft_clock
+        clock = StepClock(self._device)
         clock.mark()
         try:
             target = TargetStates(hidden_TD, hidden_after)
@@ -214,66 +237,17 @@ class ModelRunner:
             self._backends.all2all.reset()
             raise
         clock.mark()
-        self._draft_clock = clock
+        return drafted, clock
+
+    def _keep(self, scheduled: ScheduledBatch, drafted: Drafted, clock: StepClock) -> StepDraft:
+        """Start to copy drafts to the host."""
+        assert self._store is not None
+        before, self._draft_clock = self._draft_clock, clock
         drafts_on_way = self._store.put(*drafted, self._copy_stream)
         if self.asynchronous:
             num_seqs = len(scheduled.seqs)
             self.coming_drafts = self._store.coming(drafts_on_way, drafted.rows, num_seqs)
         return StepDraft(drafted.rows, drafts_on_way, before)
-
-    def _finish(
-        self,
-        scheduled: ScheduledBatch,
-        batch: ForwardBatch,
-        forwarded: Forwarded,
-        sampled: SampledTokens,
-        clock: StepClock,
-        prepare: float,
-        counts_B: np.ndarray | None,
-    ) -> Callable[[StepDraft | None], StepOutput]:
-        """Start to copy the results of a step to the host; return the function that reads the output.
-
-        The function does not wait for drafts: the next step may be launched before the host has them.
-        """
-        hidden_TD, _, _, counts_Ls = forwarded
-        # A step that completes a prompt also samples its first token.
-        starts, rows = batch.query_start_loc_cpu, partial(prompt_logits, self.model)
-        place = starts, batch.seq_lens_cpu, hidden_TD
-        prompts = self._prompt_logprobs.collect(scheduled.parts, *place, rows)
-        vectors = self._pooling.collect(scheduled, starts, hidden_TD)
-        clock.mark()
-
-        copy = HostCopies(self._copy_stream)
-        if scheduled.num_verify:
-            self._accepted.copy(copy)
-        sampled = sampled.to(copy)
-        prompts = {name: parts.to(copy) for name, parts in (prompts or {}).items()}
-        vectors = None if vectors is None else vectors.to(copy)
-        counts_Ls = None if counts_Ls is None else copy(counts_Ls)
-        copy.finish()
-
-        def read(found: StepDraft | None) -> StepOutput:
-            copy.wait()
-            drawn_L = sampled.token_B.numpy()
-            drawn_B = counts_of(scheduled, drawn_L, counts_B)
-            before, drafts = None, None
-            if found is not None:
-                assert self._store is not None
-                drafts = self._store.drafts_of(found.drafts, found.rows, drawn_B)
-                before = found.before
-            return StepOutput.of(
-                scheduled,
-                drawn_L,
-                sampled.entries(),
-                prompt_logprobs={name: parts.lists() for name, parts in prompts.items()} or None,
-                vectors=None if vectors is None else vectors.lists(len(scheduled.seqs)),
-                times=partial(run_times, prepare, clock, before),
-                drafts=drafts,
-                counts_B=drawn_B,
-                expert_counts=None if counts_Ls is None else counts_Ls.numpy(),
-            )
-
-        return read
 
     def _read_load(self, plan: StepPlan) -> torch.Tensor | None:
         """Return a copy of the counts of the experts' rows, which the next step adds to, in steps that read them."""
@@ -288,8 +262,7 @@ class ModelRunner:
     def _admit(self, scheduled: ScheduledBatch) -> None:
         for seq in scheduled.admitted:
             self._sampler.admit(seq)
-            self._prompt_logprobs.admit(seq)
-            self._pooling.admit(seq)
+            self._results.admit(seq)
             self._masks.admit(seq)
 
     def make_graphs(self, sizes: GraphSizes, *, on_demand: bool = False) -> StepGraphs:
@@ -387,5 +360,5 @@ class ModelRunner:
         )
 
 
-def _raise(error: Exception, _drafts: StepDraft | None) -> StepOutput:
+def _raise(error: Exception, *_: Any) -> StepOutput:
     raise error

@@ -68,6 +68,10 @@ class Sampler:
         if params.logprobs is not None:
             self._num_logprobs[seq.row] = params.logprobs
 
+    def reads_tokens(self, slots_B: np.ndarray) -> bool:
+        """Return whether a draw of these slots reads tokens of its sequence, drafts before it among them."""
+        return self._processors.batch(slots_B) is not None
+
     def sample(
         self,
         logits_BV: torch.Tensor,
@@ -79,7 +83,8 @@ class Sampler:
         """Draw a token for each row, and compute the log-probabilities of rows that want them.
 
         The float32 logits are overwritten. A slot comes once for each of its rows. positions_B int64: position of each
-        new token. draft_B: see ScheduledBatch.draft_token_ids. Does not wait for the device.
+        new token. draft_B: see ScheduledBatch.draft_token_ids; they are tokens where `reads_tokens`. Does not wait for
+        the device.
         """
         num_logprobs = self._num_logprobs_of(slots_B)
         rows_N = to_device(np.array(list(num_logprobs)), self._device) if num_logprobs else None

@@ -18,6 +18,8 @@ from workers.step.step_sync import ForwardMode
 
 NO_DRAFT = int(np.iinfo(np.int64).min)
 """In place of a draft token behind the last row of a sequence: no draw has this number."""
+NEVER_DRAWN = int(np.iinfo(np.int64).max)
+"""In place of NO_DRAFT on a device, where negative numbers refer to drafts."""
 
 _num_new, _num_logits = attrgetter("num_new"), attrgetter("num_logits")
 _draft_token_ids = attrgetter("draft_token_ids")
@@ -125,6 +127,15 @@ class ScheduledBatch:
             given=given,
             **changing,
         )
+
+    @property
+    def compared_drafts(self) -> np.ndarray:
+        """`draft_token_ids` as a device compares them with draws, NEVER_DRAWN in place of NO_DRAFT."""
+        assert self.draft_token_ids is not None, "no sequence has several draws"
+        found: np.ndarray = np.where(
+            self.draft_token_ids == NO_DRAFT, NEVER_DRAWN, self.draft_token_ids
+        )
+        return found
 
     def with_drafts(self, draft_token_ids: np.ndarray) -> "ScheduledBatch":
         """Return the batch with these `draft_token_ids`, and with its rows, which ended sequences have lost since."""
