@@ -37,7 +37,7 @@ def expert_lora_expand_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Add one tile of columns of the rows of one tile that have a slot."""
-    expert, permuted, slots = rows_of_tile(bounds_ptr, slots_ptr, tl.program_id(0), 0, BLOCK_M, 1)
+    expert, permuted, slots = rows_of_tile(bounds_ptr, slots_ptr, tl.program_id(0), BLOCK_M)
     slot = next_slot(slots, 0)
     if slot < NO_SLOT:
         tile_at = columns_ptr + tl.program_id(1) * 3

@@ -23,17 +23,16 @@ NO_SLOT = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def rows_of_tile(bounds_ptr, slots_ptr, tile, share, BLOCK_M: tl.constexpr, SHARES: tl.constexpr):
-    """Return the expert of a tile, its permuted rows, and their slots, 0 for rows of other programs.
+def rows_of_tile(bounds_ptr, slots_ptr, tile, BLOCK_M: tl.constexpr):
+    """Return the expert of a tile, its permuted rows, and their slots, 0 behind the expert's end.
 
-    Those are rows behind the expert's end, and rows with a slot of another share of SHARES. The expert is undefined
-    where no row has a slot.
+    The expert is undefined where no row has a slot.
     """
     bounds_at = bounds_ptr + tile * 3
     expert, start, end = tl.load(bounds_at), tl.load(bounds_at + 1), tl.load(bounds_at + 2)
     permuted = start + tl.arange(0, BLOCK_M)
     slots = tl.load(slots_ptr + permuted, mask=permuted < end, other=0)
-    return expert, permuted.to(tl.int64), tl.where(slots % SHARES == share, slots, 0)
+    return expert, permuted.to(tl.int64), slots
 
 
 @triton.jit
@@ -65,9 +64,8 @@ def expert_lora_shrink_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """Multiply the rows of one tile by one part of the A of their slots, over one piece of the depth."""
-    expert, rows, slots = rows_of_tile(
-        bounds_ptr, slots_ptr, tl.program_id(0), tl.program_id(2), BLOCK_M, SHARES
-    )
+    expert, rows, slots = rows_of_tile(bounds_ptr, slots_ptr, tl.program_id(0), BLOCK_M)
+    slots = tl.where(slots % SHARES == tl.program_id(2), slots, 0)  # of this program's share
     slot = next_slot(slots, 0)
     if slot < NO_SLOT:
         part, split = tl.program_id(1) % PARTS, tl.program_id(1) // PARTS

@@ -236,6 +236,9 @@ def test_graphs_with_adapters_are_captured_beside_those_without(recorded):
     assert graphs.captured() == largest | {key._replace(adapters=True) for key in largest}
     assert all(run for *key, form, run in order), "the products of adapters have not run before"
     assert graphs.num_postponed == 2
+    for _ in range(2):
+        graphs.capture_next()
+    assert graphs.num_postponed == 0
 
 
 def test_graphs_that_were_discarded_or_closed_are_not_captured_later(recorded):

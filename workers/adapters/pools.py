@@ -90,16 +90,18 @@ class AdapterPools:
         """
         size = -(-self.layout.size // self.num_pieces)
         first, end = piece * size, min((piece + 1) * size, self.layout.size)
+        there, here = self.pool[slot - 1, first:end], staged[first:end]
         if self._stream is None:
-            self.pool[slot - 1, first:end] = staged[first:end]
+            there.copy_(here)
             return
         current = torch.cuda.current_stream(self.pool.device)
         if piece == 0:
             self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             step = COPY_BYTES // staged.element_size()
-            for start in range(first, end, step):
-                part = slice(start, min(start + step, end))
-                self.pool[slot - 1, part].copy_(staged[part], non_blocking=True)
+            for target, source in zip(
+                torch.split(there, step), torch.split(here, step), strict=True
+            ):
+                target.copy_(source, non_blocking=True)
         if piece == self.num_pieces - 1:
             current.wait_stream(self._stream)

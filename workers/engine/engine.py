@@ -113,7 +113,8 @@ class Engine:
         self._outbox = Outbox(scheduler.cache, self.open_requests, self.stats.requests, publish)
         self._step = 0
         self._vote_in_progress: int | None = None  # its number
-        self._asleep, self._captures = False, PostponedCaptures(self._sleep)
+        self._asleep = False
+        self._captures = PostponedCaptures(self._sleep)
         self._failure: BaseException | None = None  # voted next
         self._aborted = False
         self._ended = threading.Event()

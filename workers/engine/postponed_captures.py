@@ -1,26 +1,15 @@
-"""When an idle group captures the CUDA graphs that a rebuild has postponed. Knows nothing of graphs.
+"""When an idle group captures the CUDA graphs that a rebuild has postponed.
 
 Requests come at once behind a rebuild, and those that wait for images or KV begin any moment: a capture would delay all
 of them. So a group captures once no rank has requests, and none came for CALM_S.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
+from workers.runner.cuda_graphs import StepGraphs
 from workers.step.step_sync import StepPlan
 
 CALM_S = 0.5
-
-
-class Graphs(Protocol):
-    """The CUDA graphs of a rank."""
-
-    @property
-    def num_postponed(self) -> int:
-        """Graphs that are to be captured; equal on all ranks."""
-
-    def capture_next(self) -> None:
-        """Capture one of them. Collective."""
 
 
 class PostponedCaptures:
@@ -33,7 +22,7 @@ class PostponedCaptures:
         self._sleep = sleep
         self._calm_step: int | None = None  # votes when the group was calm last
 
-    def turn(self, plan: StepPlan, step: int, graphs: Graphs | None) -> bool:
+    def turn(self, plan: StepPlan, step: int, graphs: StepGraphs | None) -> bool:
         """Capture a graph, or wait because the group may not stay calm; return False if there is nothing to capture.
 
         step   votes so far

@@ -183,7 +183,7 @@ class StepGraphs:
 
     @property
     def num_postponed(self) -> int:
-        """Graphs that steps may need and that were not captured yet."""
+        """Graphs that steps may need and that were not captured yet; equal on all ranks."""
         return len(self._postponed)
 
     def capture_next(self) -> None:

@@ -79,21 +79,21 @@ class StepResults:
         counts_Ls = None if counts_Ls is None else copy(counts_Ls)
         copy.finish()
 
-        def read(scheduled: ScheduledBatch, found: StepDraft | None) -> StepOutput:
+        def read(resolved: ScheduledBatch, found: StepDraft | None) -> StepOutput:
             copy.wait()
             drawn_L = sampled.token_B.numpy()
-            drawn_B = counts_of(scheduled, drawn_L, counts_B)
+            drawn_B = counts_of(resolved, drawn_L, counts_B)
             before, drafts = None, None
             if found is not None:
                 assert self._store is not None
                 drafts = self._store.drafts_of(found.drafts, found.rows, drawn_B)
                 before = found.before
             return StepOutput.of(
-                scheduled,
+                resolved,
                 drawn_L,
                 sampled.entries(),
                 prompt_logprobs={name: parts.lists() for name, parts in prompts.items()} or None,
-                vectors=None if vectors is None else vectors.lists(len(scheduled.seqs)),
+                vectors=None if vectors is None else vectors.lists(len(resolved.seqs)),
                 times=partial(run_times, prepare, clock, before),
                 drafts=drafts,
                 counts_B=drawn_B,

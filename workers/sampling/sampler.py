@@ -69,7 +69,7 @@ class Sampler:
             self._num_logprobs[seq.row] = params.logprobs
 
     def reads_tokens(self, slots_B: np.ndarray) -> bool:
-        """Return whether a draw of these slots reads tokens of its sequence, drafts before it among them."""
+        """Return whether draws of these slots may read tokens of their sequences, drafts before them among them."""
         return self._processors.batch(slots_B) is not None
 
     def sample(
