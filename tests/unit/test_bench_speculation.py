@@ -94,7 +94,8 @@ def test_steps_by_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     steps = step_rows.Steps(config, 2, 8)
     found = [steps.measure(2, num_drafts) for num_drafts in (0, 2)]
     assert [(row.rows, row.graph) for row in found] == [(2, "-"), (6, "-")]
-    assert all(0 < row.draft_ms < row.step_ms and 0 < row.forward_ms < row.step_ms for row in found)
+    # The passes are those behind the step before, which may take longer than a step on a busy machine.
+    assert all(0 < row.forward_ms < row.step_ms and row.draft_ms > 0 for row in found)
 
 
 def test_turns_of_the_host_alternate_and_their_ratios_are_medians() -> None:
