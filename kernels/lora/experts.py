@@ -14,8 +14,17 @@ from torch.nn import functional as F
 from kernels.lora.product import device_tiles
 from kernels.lora.rows import NO_ADAPTER
 
-TILE_COLUMNS = 256
-"""Output columns of a program of the kernel on GPUs; a tile has columns of one part."""
+
+def tile_columns(rank: int, dtype: torch.dtype) -> int:
+    """Return the output columns of a program of the kernel on GPUs; a tile has columns of one part.
+
+    They are the most with which a program of Hopper keeps the tiles of B and of the output in registers, up to ranks of
+    256 bytes.
+    """
+    rank_bytes = max(16, rank) * dtype.itemsize
+    if rank_bytes <= 32:
+        return 256
+    return 128 if rank_bytes <= 256 else 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +81,7 @@ class ExpertLora:
     b_SENr     [S, E, N, r], N outputs
     blocks     as in LoraWeights
     places_e   int32: index of each local expert in the matrices. Its contents change as experts move
-    tiles      as in LoraWeights, of TILE_COLUMNS rows
+    tiles      as in LoraWeights, of `tile_columns` rows
     """
 
     a_SEQK: torch.Tensor
@@ -82,8 +91,12 @@ class ExpertLora:
     tiles: torch.Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
-        tiles = device_tiles(self.blocks, self.a_SEQK.device, TILE_COLUMNS)
+        tiles = device_tiles(self.blocks, self.a_SEQK.device, self._tile_columns)
         object.__setattr__(self, "tiles", tiles)
+
+    @property
+    def _tile_columns(self) -> int:
+        return tile_columns(self.b_SENr.shape[3], self.b_SENr.dtype)
 
     def add_to(
         self, out_RN: torch.Tensor, x: torch.Tensor, rows: ExpertRows, *, gathered: bool
@@ -113,7 +126,8 @@ class ExpertLora:
         assert self.tiles is not None
         rank, at = self.b_SENr.shape[3], (rows.tiles, self.places_e)
         h_ZRQ = expert_lora_shrink(x, self.a_SEQK, *at, rank, gathered=gathered)
-        expert_lora_expand(out_RN, h_ZRQ, self.b_SENr, *at, self.tiles, TILE_COLUMNS)
+        columns = self.tiles, self._tile_columns
+        expert_lora_expand(out_RN, h_ZRQ, self.b_SENr, *at, *columns)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ from kernels.triton.expert_lora_tiles import ExpertTiles
 from kernels.triton.lora_shrink import cuts_of, shrink
 
 SLOT_SHARES = 4  # programs for the slots of one tile of few rows
-BLOCK_K = 128
 SPLIT_DEPTH = 256  # least depth of a piece
+MOST_DEPTH = 128  # of a tile
 NO_SLOT = tl.constexpr(1 << 30)
 
 
@@ -87,6 +87,14 @@ def expert_lora_shrink_kernel(
             slot = next_slot(slots, slot)
 
 
+def block_depth(block_ranks: int, dtype: torch.dtype) -> int:
+    """Return the depth of a tile of x and A of so many ranks: 32, 64 or 128.
+
+    It is the largest with which a program of Hopper keeps its tiles in registers, up to ranks of 512 bytes.
+    """
+    return max(32, min(MOST_DEPTH, 2**14 // (block_ranks * dtype.itemsize)))
+
+
 def expert_lora_shrink(
     x: torch.Tensor,
     a_SEQK: torch.Tensor,
@@ -105,10 +113,9 @@ def expert_lora_shrink(
     num_rows, depth, width = len(tiles.row_R), x.shape[1], a_SEQK.shape[2]
     assert x.stride(1) == 1 and a_SEQK[0].is_contiguous() and x.dtype == a_SEQK.dtype
     assert len(x) == (tiles.num_gathered if gathered else num_rows), x.shape
-    rank, splits, piece = cuts_of(
-        width, rank, depth, least=SPLIT_DEPTH if tiles.few else depth, block=BLOCK_K
-    )
-    parts = width // rank
+    least = SPLIT_DEPTH if tiles.few else depth
+    rank, splits, piece = cuts_of(width, rank, depth, least=least, block=MOST_DEPTH)
+    parts, block_ranks = width // rank, max(16, triton.next_power_of_2(rank))
     h_ZRQ = torch.empty(splits, num_rows, width, dtype=torch.float32, device=x.device)
     if num_rows:
         shares = SLOT_SHARES if tiles.few else 1
@@ -121,8 +128,8 @@ def expert_lora_shrink(
             PARTS=parts,
             BLOCK_M=tiles.block_rows,
             SHARES=shares,
-            BLOCK_R=max(16, triton.next_power_of_2(rank)),
-            BLOCK_K=BLOCK_K,
+            BLOCK_R=block_ranks,
+            BLOCK_K=block_depth(block_ranks, x.dtype),
             num_warps=2 if tiles.few else 4,
         )
     return h_ZRQ

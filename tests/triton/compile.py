@@ -47,6 +47,8 @@ LARGE = (
     "hopper_latent_decode_kernel",
     "warp_decode_fp8_kernel",
     "shared_decode_kernel",
+    "expert_lora_shrink_kernel",
+    "expert_lora_expand_kernel",
 )
 
 

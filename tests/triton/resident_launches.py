@@ -78,6 +78,25 @@ def _latent_decode_programs() -> list[int]:
     return [1, 1, 1]
 
 
+def _expert_lora(rank: int) -> list[int]:
+    """Launch both products of adapters of this rank for few rows an expert and for many; none spills registers."""
+    from kernels.lora.experts import tile_columns
+    from kernels.triton.expert_lora_expand import expert_lora_expand
+    from kernels.triton.expert_lora_shrink import expert_lora_shrink
+    from kernels.triton.expert_lora_tiles import expert_lora_tiles
+
+    new: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
+    a_SEQK, b_SENr = torch.empty(1, 1, rank, 2048, **new), torch.empty(1, 1, 1536, rank, **new)
+    for num_rows in (EXPERTS, 100 * EXPERTS):
+        none = torch.zeros(num_rows, dtype=torch.int32, device=DEVICE)
+        tiles = expert_lora_tiles(none, none, none[:EXPERTS], none[:EXPERTS])
+        x, out = torch.empty(num_rows, 2048, **new), torch.empty(num_rows, 1536, **new)
+        h_ZRQ = expert_lora_shrink(x, a_SEQK, tiles, none, rank, gathered=True)
+        columns = none[:3].view(1, 3), tile_columns(rank, torch.bfloat16)
+        expert_lora_expand(out, h_ZRQ, b_SENr, tiles, none, *columns)
+    return [1] * 4
+
+
 LAUNCHES: dict[str, Callable[[], list[int]]] = {
     **{f"{rows}_rows_an_expert": partial(_tiles, rows) for rows in (0.25, 8, 40, 80, 400, 1000)},
     "1000_rows_an_expert_with_gelu": partial(_tiles, 1000, "gelu"),
@@ -91,5 +110,6 @@ LAUNCHES: dict[str, Callable[[], list[int]]] = {
     "decodes": _decode_programs,
     "latent_decodes": _latent_decode_programs,
     "decodes_by_warps": _warp_decode_programs,
+    **{f"expert_lora_of_rank_{rank}": partial(_expert_lora, rank) for rank in (16, 64, 128)},
     **{f"shared_decodes_of_{dim}": partial(_shared_programs, dim) for dim in (64, 128, 256)},
 }

@@ -25,7 +25,7 @@ SHARED, RESERVED, REGISTERS, THREADS = 228 * 1024, 1024, 64 * 1024, 2048
 SHORT = (
     *("8_rows_an_expert", "1000_rows_an_expert", "48_rows_an_expert_fp8", "16_rows_fp8"),
     *("push_fp8", "decodes", "8_rows_an_expert_mxfp4", "64_rows_an_expert_int4"),
-    "shared_decodes_of_128",
+    *("shared_decodes_of_128", "expert_lora_of_rank_128"),
 )
 
 

@@ -110,12 +110,12 @@ def test_of_experts_equals_torch(
     on_device = [it.to(DEVICE) for it in (rows.slots_N, rows.row_R, rows.starts_e, rows.ends_e)]
     tiles, places = expert_lora_tiles(*on_device), places_e.to(DEVICE)
     assert tiles.few == (num_rows < 90)
-    columns = torch.tensor(tiles_of(blocks, experts.TILE_COLUMNS), dtype=torch.int32, device=DEVICE)
+    wide = experts.tile_columns(rank, dtype)
+    columns = torch.tensor(tiles_of(blocks, wide), dtype=torch.int32, device=DEVICE)
     h_ZRQ = expert_lora_shrink(
         x.to(DEVICE), a_SEQK.to(DEVICE), tiles, places, rank, gathered=gathered
     )
     assert len(h_ZRQ) == (4 if depth == 1100 else 1)
-    wide = experts.TILE_COLUMNS
     expert_lora_expand(found, h_ZRQ, b_SENr.to(DEVICE), tiles, places, columns, wide)
 
     found = found.cpu()
