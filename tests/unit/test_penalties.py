@@ -318,3 +318,19 @@ def test_bad_words_match_output_only_and_the_row_may_have_no_token_left():
 def test_allowed_tokens_beyond_the_vocabulary_allow_nothing():
     request = Request.make(0, make(allowed_token_ids=(V, V + 30, 2**31 - 1)), [1])
     assert Rows(1).admit(request).sample([request], torch.zeros(1, V)) == [ALL_FORBIDDEN]
+
+
+def test_the_question_whether_draws_read_tokens_gathers_nothing(monkeypatch) -> None:
+    """The runner asks before the draft model's collectives, which must follow even if memory for a gather lacks."""
+    plain, penalised = (
+        Request.make(number, make(presence_penalty=penalty), [3])
+        for number, penalty in enumerate((0.0, 0.5))
+    )
+    rows = Rows(2).admit(plain, penalised)
+
+    def gather(_: LogitsProcessors, slots: list[int]) -> None:
+        raise torch.OutOfMemoryError(str(slots))
+
+    monkeypatch.setattr(LogitsProcessors, "_gather", gather)
+    places = np.array([plain.seq.row, penalised.seq.row])
+    assert rows.sampler.reads_tokens(places) and not rows.sampler.reads_tokens(places[:1])

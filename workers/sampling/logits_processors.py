@@ -104,6 +104,10 @@ class LogitsProcessors:
         reads_words = any(len(word) > 1 for word in params.bad_words_ids)
         return reads_words or (self._on_host and params.has_penalties)
 
+    def any_of(self, slots_B: np.ndarray) -> bool:
+        """Return whether a batch with rows in `slots_B` has processors."""
+        return bool(self._used) and not self._used.isdisjoint(slots_B.tolist())
+
     def batch(self, slots_B: np.ndarray) -> BatchProcessors | None:
         """Return the processors of a batch with rows in `slots_B`; None if there are none."""
         if not self._used:

@@ -70,7 +70,7 @@ class Sampler:
 
     def reads_tokens(self, slots_B: np.ndarray) -> bool:
         """Return whether draws of these slots may read tokens of their sequences, drafts before them among them."""
-        return self._processors.batch(slots_B) is not None
+        return self._processors.any_of(slots_B)
 
     def sample(
         self,
