@@ -35,10 +35,11 @@ class AdapterPools:
         self, layout: AdapterLayout, num_slots: int, *, device: torch.device, dtype: torch.dtype
     ):
         self.layout = layout
+        self.pool = torch.zeros(num_slots, layout.size, device=device, dtype=dtype)
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.pool = torch.zeros(num_slots, layout.size, device=device, dtype=dtype)
+            self.pool.record_stream(self._stream)  # a rank may give its slots up while pieces come
         self.num_pieces = self.least_pieces
 
     @property
