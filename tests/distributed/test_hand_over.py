@@ -51,6 +51,7 @@ class Side:
         while not any(output.finish_reason for output in self.outputs):
             assert time.monotonic() < deadline, self.outputs
             if self.epoch.engine.step().sleeps:
+                time.sleep(0.001)  # the threads that copy KV need Python's lock
                 self.epoch.engine._must_vote()  # what a sleeping loop does when it is woken
         return [output for output in self.outputs if not output.begins]
 

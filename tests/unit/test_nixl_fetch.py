@@ -92,6 +92,7 @@ def test_contents_of_adapters_stay_private() -> None:
         assert here.count("fetches") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_source_that_ended_costs_a_time_limit_and_has_a_successor() -> None:
     limits = replace(PATIENT, answer_s=1)
     with node() as there, node(limits=limits) as here:
@@ -107,6 +108,7 @@ def test_a_source_that_ended_costs_a_time_limit_and_has_a_successor() -> None:
         assert here.fetch(items, there.fetcher.source).done == {it.name for it in items}
 
 
+@pytest.mark.exhaustive
 def test_the_end_of_the_own_process_ends_what_waits() -> None:
     with node() as there, node() as here:
         items = there.case.blocks([0, 1, 2])
@@ -122,6 +124,7 @@ def test_the_end_of_the_own_process_ends_what_waits() -> None:
         assert here.fetch(items, there.fetcher.source).done == {it.name for it in items}
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_does_not_answer_is_replaced() -> None:
     limits = FetchLimits(answer_s=60, fetch_s=0.2, part_s=0.2, lease_s=60)
     with node() as there, node(limits=limits) as here:
@@ -132,6 +135,7 @@ def test_a_process_that_does_not_answer_is_replaced() -> None:
         assert here.fetcher.wait_ready(60)
 
 
+@pytest.mark.exhaustive
 def test_the_end_of_a_keeper_costs_its_contents_and_no_more() -> None:
     with node() as there, node() as here:
         items = there.case.blocks([0, 1, 2])
