@@ -1,5 +1,6 @@
 """Folders of adapters: what is read, and what is refused with which message."""
 
+import json
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -31,9 +32,23 @@ def stage(
     family = fields.get("family", "qwen3_moe")
     absent = {name: None for name in SMALL if names_of(family).get(name, name) is None}
     path = small_checkpoint(tmp_path / "model", weights=False, **absent, **fields)
-    layout = AdapterLayout.of(load_model_config(path), lora or LoraConfig(max_loras=1))
+    config = load_model_config(path)
+    layout = AdapterLayout.of(config, lora or LoraConfig(max_loras=1), range(config.num_experts))
     pools = AdapterPools(layout, 1, device=CPU, dtype=torch.float32)
     return pools.stage(PeftFolder.read(folder))
+
+
+def update_config(folder: Path, **changes: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def add_tensors(folder: Path, part: str, other: str) -> None:
+    """Add a copy of each tensor whose name has this part, under the name with another part."""
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    copies = {name.replace(part, other): it.clone() for name, it in tensors.items() if part in name}
+    save_file(tensors | copies, file)
 
 
 def test_prefixes_and_roots_name_one_module(tmp_path: Path) -> None:
@@ -58,13 +73,15 @@ def test_prefixes_and_roots_name_one_module(tmp_path: Path) -> None:
 
 def test_alpha_patterns_scale_single_modules(tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "a", MODULES, alpha=8, alpha_pattern={"1.self_attn.k_proj": 2})
-    pairs = PeftFolder.read(folder).pairs
-    assert (pairs[Q].scale(4), pairs[KV].scale(4)) == (2.0, 0.5)
+    config = PeftFolder.read(folder).config
+    assert (config.declared(Q).factor, config.declared(KV).factor) == (2.0, 0.5)
 
 
 def test_ranks_are_those_of_the_configuration(tmp_path: Path) -> None:
     """The factor on the product depends on the rank, so two values would mean two adapters."""
-    with pytest.raises(AdapterError, match=r"have rank 4, adapter_config.json has 8 \(r, rank_p"):
+    with pytest.raises(
+        AdapterError, match=r"has 4 rows, adapter_config.json has rank 8 \(r, rank_p"
+    ):
         stage(tmp_path, make_adapter(tmp_path / "a", MODULES, rank=4, r=8))
     stage(tmp_path, make_adapter(tmp_path / "b", MODULES, rank=4, r=8, rank_pattern={".*proj": 4}))
 
@@ -84,12 +101,27 @@ def test_the_digest_follows_both_files(tmp_path: Path) -> None:
         ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is {'nblocks': 2}"),
+        ({"kasa_config": {"beta": 1.0}}, "kasa_config is {'beta': 1.0}"),
+        ({"arrow_config": {"top_k": 3}}, "arrow_config is {'top_k': 3}"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
-        ({"alpha_pattern": {"(": 1}}, "alpha_pattern"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights is 'lora_ga', which changes the ba"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights is 'loftq', which changes the base"),
+        ({"alpha_pattern": {"(": 1}}, "alpha_pattern: '\\('"),
+        ({"alpha_pattern": [1]}, r"alpha_pattern is \[1\]; expected an object"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern 'q_proj' is None; expected a number"),
         ({"alpha": "8"}, "lora_alpha is '8'; expected a number"),
+        ({"alpha": 10**400}, "lora_alpha is 10+.*0; expected a number"),
         ({"r": 0}, "r is 0; expected a whole number"),
         ({"r": "4"}, "r is '4'; expected a whole number"),
-        ({"rank_pattern": {"(": 1}}, "rank_pattern"),
+        ({"r": 10**400}, "r is 10+.*0; expected a whole number"),
+        ({"rank_pattern": {"(": 1}}, "rank_pattern: '\\('"),
+        ({"rank_pattern": {"(" * 9999: 1}}, "rank_pattern: '\\("),
+        ({"rank_pattern": "x"}, "rank_pattern is 'x'; expected an object"),
+        (
+            {"rank_pattern": {"q_proj": 1.5}},
+            "rank_pattern 'q_proj' is 1.5; expected a whole number",
+        ),
     ],
 )
 def test_configurations_are_refused_by_name(
@@ -127,6 +159,8 @@ def test_broken_folders_are_refused(tmp_path: Path) -> None:
     refused("expected an object")
     config.write_text("{")
     refused("cannot be read")
+    config.write_text("[" * 200_000)
+    refused("adapter_config.json cannot be read: maximum recursion depth")
     config.unlink()
     refused("name a folder that PEFT saved")
 
@@ -208,7 +242,7 @@ def test_each_expert_of_a_rank_gets_its_own_matrices(
                 if (pair := read.pairs.get(module)) is None:
                     continue
                 expected_a[place, 16 * part : 16 * part + rank] = tensors[pair.a]
-                scaled = tensors[pair.b].float() * pair.scale(rank)
+                scaled = tensors[pair.b].float() * read.config.declared(module).factor
                 expected_b[place, start:end, :rank] = scaled
         assert torch.equal(a_SeQK[0], expected_a) and torch.equal(b_SeNr[0], expected_b)
         assert expected_b.any() == (".2." not in product.block)
@@ -229,6 +263,73 @@ def test_fused_matrices_follow_the_experts_of_the_rank(tmp_path: Path, swapped: 
         for every_Se, mine_Se in zip(every, mine, strict=True):
             assert torch.equal(every_Se[:, experts], mine_Se)
     assert any(matrices.any() for product in found[1] for matrices in product)
+
+
+EIGHT = {"moe_intermediate_size": 40}  # of SMALL's 8 experts
+WITH_EXPERTS = LoraConfig(max_loras=1, targets=["attention", "experts"])
+EXPERTS_0 = "model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("experts", [4, 16])
+def test_fused_adapters_of_another_number_of_experts_are_refused(
+    tmp_path: Path, experts: int
+) -> None:
+    folder = make_fused_adapter(tmp_path / "a", {EXPERTS_0: (experts, 40, 64)}, swapped=False)
+    message = (
+        f"^{EXPERTS_0}.gate_up_proj: lora_A has {2 * experts} rows, adapter_config.json has rank 2 "
+        r"\(r, rank_pattern\) for each of the model's 8 experts: the files are of two adapters, or of another model$"
+    )
+    with pytest.raises(AdapterError, match=message):
+        stage(tmp_path, folder, WITH_EXPERTS, **EIGHT)
+
+
+def test_ranks_of_fused_parameters_are_those_of_the_configuration(tmp_path: Path) -> None:
+    folder = make_fused_adapter(tmp_path / "a", {EXPERTS_0: (8, 40, 64)}, swapped=False, rank=4)
+    stage(tmp_path, folder, WITH_EXPERTS, **EIGHT)
+    for change in ({"r": 8}, {"rank_pattern": {r".*\.experts\.down_proj": 2}}):
+        update_config(folder, r=4, rank_pattern={})
+        update_config(folder, **change)
+        with pytest.raises(AdapterError, match=r"_proj: lora_A has 32 rows, .* has rank [28] \(r"):
+            stage(tmp_path, folder, WITH_EXPERTS, **EIGHT)
+    update_config(folder, r=2, rank_pattern={r".*_proj": 4})
+    stage(tmp_path, folder, WITH_EXPERTS, **EIGHT)
+    lora = WITH_EXPERTS.model_copy(update={"max_rank": 3})
+    message = r"experts.gate_up_proj: rank 4 is above lora.max_rank \(3\); set lora.max_rank: 4$"
+    with pytest.raises(AdapterError, match=message):
+        stage(tmp_path, folder, lora, **EIGHT)
+
+
+def test_fused_adapters_of_other_shapes_are_refused(tmp_path: Path) -> None:
+    folder = make_fused_adapter(tmp_path / "a", {EXPERTS_0: (8, 24, 64)}, swapped=False)
+    message = (
+        "the adapter has 64 inputs and 48 outputs, the model's parameters "
+        f"{EXPERTS_0}.gate_up_proj 64 and 80, {EXPERTS_0}.down_proj 40 and 64: it was made for an"
+    )
+    with pytest.raises(AdapterError, match=message):
+        stage(tmp_path, folder, WITH_EXPERTS, **EIGHT)
+
+
+def test_two_adapters_of_one_product_are_refused(tmp_path: Path) -> None:
+    """Of a module under two names, of two orders of wrapping, and of an expert alone and with all others."""
+    folder = make_adapter(tmp_path / "a", MODULES)
+    add_tensors(folder, "base_model.model.model.", "base_model.model.")
+    with pytest.raises(AdapterError, match=r"^layers\S+ and model.layers\S+ are adapters of one"):
+        stage(tmp_path, folder)
+    folder = make_adapter(tmp_path / "b", MODULES)
+    add_tensors(folder, ".weight", ".default.weight")
+    with pytest.raises(AdapterError, match=f"lora_A.*weight and .*weight are one matrix of {Q}"):
+        stage(tmp_path, folder)
+    fused = {EXPERTS_0: (8, 40, 64)}
+    folder = make_fused_adapter(tmp_path / "c", fused, swapped=False, rank=4)
+    add_tensors(folder, "experts.base_layer.lora", "experts.base_layer.base_layer.lora")
+    with pytest.raises(AdapterError, match="are adapters of one product"):
+        stage(tmp_path, folder, WITH_EXPERTS, **EIGHT)
+    folder = make_fused_adapter(tmp_path / "d", fused, swapped=False, rank=4)
+    single = make_adapter(tmp_path / "e", {f"{EXPERTS_0}.3.up_proj": (40, 64)})
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file) | load_file(single / "adapter_model.safetensors"), file)
+    with pytest.raises(AdapterError, match=r"experts\.3\.up_proj and .* are adapters of one"):
+        stage(tmp_path, folder, WITH_EXPERTS, **EIGHT)
 
 
 def test_the_expert_with_values_that_are_no_numbers_is_named(tmp_path: Path) -> None:
