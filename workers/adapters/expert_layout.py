@@ -2,8 +2,8 @@
 
 PEFT has two forms. Experts one by one: a pair of matrices for gate, up and down of each. Fused: one pair for a
 parameter that holds all experts, A [E * r, K] with the ranks of an expert side by side, and B [N, r * E] with the
-experts of a rank side by side; gate and up are one parameter then. Older versions of PEFT take the rows of such a
-parameter for inputs, so that A and B change places. Needs the weight map alone.
+experts of a rank side by side; gate and up are one parameter then. Some versions of PEFT and transformers take the rows
+of such parameters for inputs, so that A and B of all pairs of a file change places. Needs the weight map alone.
 
 E experts of the model, e of them with adapters on this rank, P parts, r the largest rank, N outputs and K inputs of a
 product.
@@ -103,15 +103,26 @@ ExpertFill = SingleFill | FusedFill
 
 
 class FusedParameter(NamedTuple):
-    """The parameter of all experts for one product.
-
-    transposed    its columns come before its rows in transformers, so A and B never change places
-    interleaved   rows of gate and of up alternate
-    """
+    """The parameter of all experts for one product; `interleaved`: rows of gate and of up alternate."""
 
     product: ExpertProduct
-    transposed: bool
     interleaved: bool
+
+
+class FusedPair(NamedTuple):
+    """A pair of all experts, and the parameter that it belongs to."""
+
+    parameter: FusedParameter
+    pair: LoraPair
+    declared: Declared
+
+    @property
+    def swapped(self) -> bool | None:
+        """Whether A and B have changed places; None: the shapes do not show it, as rows and columns are equal."""
+        product = self.parameter.product
+        if product.rows == product.columns:
+            return None
+        return (self.pair.inputs, self.pair.outputs) != (product.columns, product.rows)
 
 
 def fused_name(entry: WeightEntry) -> str:
@@ -125,6 +136,7 @@ class ExpertLayout:
 
     experts   with adapters on this rank, in their order; num_experts   of the model
     fused     parameters of all experts, by name in the weight map from `layers.` on
+    singles   product, part and expert of each expert's modules, by name from `layers.` on
     """
 
     experts: Sequence[int]
@@ -134,7 +146,7 @@ class ExpertLayout:
     size: int = 0
     products: list[ExpertProduct] = field(default_factory=list)
     fused: dict[str, FusedParameter] = field(default_factory=dict)
-    _singles: dict[str, tuple[ExpertProduct, int, int]] = field(default_factory=dict)
+    singles: dict[str, tuple[ExpertProduct, int, int]] = field(default_factory=dict)
 
     def add(self, entries: Sequence[WeightEntry], from_layers: NameOf, align: Align) -> None:
         """Reserve the products of one layer with these entries of its experts."""
@@ -145,8 +157,7 @@ class ExpertLayout:
         up_product = self._product(block, 2, 2 * width, hidden, align)
         down_product = self._product(block, 1, hidden, width, align)
         for entry, product in ((up, up_product), (down, down_product)):
-            # a checkpoint in MXFP4 has rows first, transformers does not
-            parameter = FusedParameter(product, entry.stacked > 0, entry.interleaved)
+            parameter = FusedParameter(product, entry.interleaved)
             self.fused[from_layers(fused_name(entry))] = parameter
         for entry in entries:
             # Granite has no modules of single experts, and its entries are named as no tensor is
@@ -154,7 +165,7 @@ class ExpertLayout:
                 part = UP if entry.rows is not None and entry.rows[0] else GATE
                 product = down_product if entry.rows is None else up_product
                 name = from_layers(entry.name.removesuffix(".weight"))
-                self._singles[name] = product, part, entry.expert
+                self.singles[name] = product, part, entry.expert
 
     def _product(
         self, block: str, parts: int, rows: int, columns: int, align: Align
@@ -172,42 +183,34 @@ class ExpertLayout:
         return {expert: place for place, expert in enumerate(self.experts)}
 
     @property
-    def names(self) -> Iterator[str]:
-        """Names of all that adapters may change: modules of each expert, and parameters of all experts."""
-        yield from self._singles
-        yield from self.fused
-
-    @property
     def single_shapes(self) -> dict[str, tuple[int, int]]:
         """Outputs and inputs of each expert's modules, by name."""
         return {
             module: (product.rows // product.num_parts, product.columns)
-            for module, (product, _, _) in self._singles.items()
+            for module, (product, _, _) in self.singles.items()
         }
 
-    def single(self, module: str, pair: LoraPair, declared: Declared) -> list[ExpertFill] | None:
-        """Return what the pair of a module fills on this rank; None: it is no expert's. Raises AdapterError."""
-        if module not in self._singles:
-            return None
-        product, part, expert = self._singles[module]
+    def single(self, module: str, pair: LoraPair, declared: Declared) -> list[ExpertFill]:
+        """Return what the pair of a module of `singles` fills on this rank. Raises AdapterError."""
+        product, part, expert = self.singles[module]
         pair.check_shape(declared.target, product.rows // product.num_parts, product.columns)
         declared.check(pair.rank, self.rank)
         place = self._places.get(expert)
         return [] if place is None else [SingleFill(product, part, place, declared.factor)]
 
-    def all_experts(
+    def fused_pair(
         self, targets: Mapping[str, str], pair: LoraPair, config: PeftConfig
-    ) -> list[ExpertFill]:
-        """Return what a pair of all experts fills on this rank. Raises AdapterError.
+    ) -> FusedPair:
+        """Return a pair with its parameter, which its shapes decide. Raises AdapterError.
 
-        targets   parameters of `fused` that the pair may belong to, and their names for PEFT; its shapes decide
+        targets   parameters of `fused` that the pair may belong to, and their names for PEFT
         """
         for name, target in targets.items():
             product = self.fused[name].product
             if {pair.inputs, pair.outputs} == {product.rows, product.columns}:
                 declared = config.declared(target)
                 declared.check(pair.rank, self.rank, self.num_experts)
-                return list(self._fused(self.fused[name], pair, declared))
+                return FusedPair(self.fused[name], pair, declared)
         sizes = [(target, self.fused[name].product) for name, target in targets.items()]
         expected = ", ".join(f"{name} {it.columns} and {it.rows}" for name, it in sizes)
         raise AdapterError(
@@ -215,21 +218,27 @@ class ExpertLayout:
             f"{expected}: it was made for another model"
         )
 
-    def _fused(
-        self, fused: FusedParameter, pair: LoraPair, declared: Declared
-    ) -> Iterator[ExpertFill]:
-        product = fused.product
-        swapped = (pair.inputs, pair.outputs) != (product.columns, product.rows)
-        if product.rows == product.columns and not fused.transposed:
+    def all_experts(self, pairs: Mapping[str, FusedPair]) -> dict[str, list[ExpertFill]]:
+        """Return what all pairs of all experts of a file fill on this rank. Raises AdapterError."""
+        orders = {it.swapped for it in pairs.values()} - {None}
+        order = orders.pop() if len(orders) == 1 else None
+        return {name: list(self._fused(it, order)) for name, it in pairs.items()}
+
+    def _fused(self, fused: FusedPair, order: bool | None) -> Iterator[ExpertFill]:
+        """Yield what a pair fills; `order`: whether A and B of other pairs of the file have changed places."""
+        (product, interleaved), (target, _, factor) = fused.parameter, fused.declared
+        swapped = order if fused.swapped is None else fused.swapped
+        if swapped is None:
             raise AdapterError(
-                f"{declared.target}: versions of PEFT order lora_A and lora_B of this parameter differently, and its "
-                f"{product.rows} rows and columns do not show which one it was; save the experts one by one"
+                f"{target}: versions of PEFT order lora_A and lora_B of this parameter differently, and neither its "
+                f"{product.rows} rows and columns nor another parameter of all experts in the file shows the order; "
+                "adapt gate_up_proj and down_proj both"
             )
         half = product.rows // 2
         parts = [slice(None)] if product.num_parts == 1 else [slice(half), slice(half, None)]
-        if fused.interleaved and product.num_parts == 2:
+        if interleaved and product.num_parts == 2:
             parts = [slice(0, None, 2), slice(1, None, 2)]
         for places, experts in runs(list(enumerate(self.experts))):
             for part, outputs in enumerate(parts):
                 which = places, experts, self.num_experts
-                yield FusedFill(product, part, *which, outputs, swapped, declared.factor)
+                yield FusedFill(product, part, *which, outputs, swapped, factor)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from workers.adapters.expert_layout import Cell, ExpertFill, ExpertLayout, fused_name
-from workers.adapters.peft_config import PeftConfig
+from workers.adapters.expert_layout import Cell, ExpertFill, ExpertLayout, FusedPair, fused_name
+from workers.adapters.peft_config import Declared
 from workers.adapters.peft_folder import LoraPair, PeftFolder, named
 from workers.config import RankConfig
 from workers.lora_config import AdapterError, LoraConfig
@@ -147,7 +147,26 @@ class AdapterLayout:
     def place(self, folder: PeftFolder) -> Placed:
         """Return where each pair belongs. Raises AdapterError for pairs that fit nowhere, or in one place."""
         placed: dict[str, Sequence[Fill]] = {}
-        unknown, owners = [], dict[Cell, str]()
+        fused: dict[str, FusedPair] = {}
+        unknown = []
+        self._check_tables(folder)
+        for name, pair in folder.pairs.items():
+            module, declared = self._module(name), folder.config.declared(name)
+            if module in self.parts:
+                placed[name] = [self._part(module, pair, declared)]
+            elif module in self.experts.singles:
+                placed[name] = self.experts.single(module, pair, declared)
+            elif targets := self._fused_targets(name):
+                fused[name] = self.experts.fused_pair(targets, pair, folder.config)
+            else:
+                unknown.append(name)
+        if unknown:
+            raise AdapterError(self._unknown(unknown))
+        placed |= self.experts.all_experts(fused)
+        _check_owners(placed)
+        return placed
+
+    def _check_tables(self, folder: PeftFolder) -> None:
         table = (self.config.vocab_size, self.config.hidden_size)
         for name, shape in folder.bases.items():
             if shape != table:
@@ -155,36 +174,17 @@ class AdapterLayout:
                     f"{name} of the adapter's file is {list(shape)}, the model has {list(table)}: adapters "
                     "with another vocabulary are not supported"
                 )
-        for name, pair in folder.pairs.items():
-            fills = self._fills(name, pair, folder.config)
-            if fills is None:
-                unknown.append(name)
-                continue
-            for cell in (cell for fill in fills for cell in fill.cells):
-                if (owner := owners.setdefault(cell, name)) != name:
-                    raise AdapterError(f"{owner} and {name} are adapters of one product")
-            placed[name] = fills
-        if unknown:
-            raise AdapterError(self._unknown(unknown))
-        return placed
 
-    def _fills(self, name: str, pair: LoraPair, config: PeftConfig) -> Sequence[Fill] | None:
-        """Return what a pair fills on this rank; None: the layout has no place for it. Raises AdapterError."""
-        module, declared = self._module(name), config.declared(name)
-        if module in self.parts:
-            product, part = self.parts[module]
-            pair.check_shape(name, *_shape(product, part))
-            declared.check(pair.rank, self.rank)
-            return [PartFill(product, part, declared.factor)]
-        fills = self.experts.single(module, pair, declared)
-        if fills is not None:
-            return fills
-        targets = {
-            parameter: target
-            for parameter, target in self._parameters(name).items()
-            if parameter in self.experts.fused
-        }
-        return self.experts.all_experts(targets, pair, config) if targets else None
+    def _part(self, module: str, pair: LoraPair, declared: Declared) -> PartFill:
+        product, part = self.parts[module]
+        pair.check_shape(declared.target, *_shape(product, part))
+        declared.check(pair.rank, self.rank)
+        return PartFill(product, part, declared.factor)
+
+    def _fused_targets(self, name: str) -> dict[str, str]:
+        """Return the names for PEFT of the parameters in the layout that a pair may belong to, see `_parameters`."""
+        found = self._parameters(name).items()
+        return {name: target for name, target in found if name in self.experts.fused}
 
     def _module(self, name: str) -> str:
         """Return the name of a module from `layers.` on, as the weight map has it; as it is for other modules."""
@@ -208,7 +208,9 @@ class AdapterLayout:
 
     def _unknown(self, names: list[str]) -> str:
         """Explain why there is no place for these modules."""
-        known = {_name(module) for module in (*self.parts, *self.experts.names)}
+        in_transformers = [(mapped, part) for part, mapped in self.config.renamed]
+        fused = (mapped_name(name, in_transformers) for name in self.experts.fused)
+        known = {_name(module) for module in (*self.parts, *self.experts.singles, *fused)}
         text = f"no place for {named(names)}; adapters may change {', '.join(sorted(known))}"
         everything = {known: it for it in _entries(self.config) for known in _names_of(it)}
         wanted = (it for name in names for it in (self._module(name), *self._parameters(name)))
@@ -217,6 +219,14 @@ class AdapterLayout:
         if missing:
             text += f"; add {', '.join(sorted(map(str, missing)))} to lora.targets"
         return text
+
+
+def _check_owners(placed: Placed) -> None:
+    owners: dict[Cell, str] = {}
+    for name, fills in placed.items():
+        for cell in (cell for fill in fills for cell in fill.cells):
+            if (owner := owners.setdefault(cell, name)) != name:
+                raise AdapterError(f"{owner} and {name} are adapters of one product")
 
 
 def _shape(product: Product, part: int) -> tuple[int, int]:
