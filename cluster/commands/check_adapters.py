@@ -13,7 +13,7 @@ def check_adapters(config: RankConfig, model: ModelConfig) -> None:
     """Read the folders of `lora.adapters` on this machine. Raises ConfigError with every adapter that does not fit."""
     if not config.lora.max_loras:
         return
-    layout = AdapterLayout.of(model, config.lora)
+    layout = AdapterLayout.of(model, config.lora, range(model.num_experts))
     problems = []
     if layout.is_empty:
         problems.append(

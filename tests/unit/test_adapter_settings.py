@@ -30,6 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small_checkpoint(folder / "model")
     make_adapter(folder / "fr", Q)
     make_adapter(folder / "wide", Q, rank=20)
+    expert = "layers.0.mlp.experts.3.up_proj"
+    make_adapter(folder / "twice", {expert: (32, 64), f"model.{expert}": (32, 64)})
     return folder
 
 
@@ -112,10 +114,12 @@ def test_check_shows_the_memory_of_the_slots(folder: Path) -> None:
     [
         ("wide", "wide: .*rank 20 is above lora.max_rank"),
         ("none", "none: .*none has no adapter_conf"),
+        ("twice", "twice: .*3.up_proj and .*3.up_proj are adapters of one product"),
     ],
 )
 def test_check_refuses_adapters_that_do_not_fit(folder: Path, name: str, message: str) -> None:
-    lora = f"{{max_loras: 1, adapters: [{{name: {name}, path: {name}}}]}}"
+    targets, adapter = "[attention, experts]", f"{{name: {name}, path: {name}}}"
+    lora = f"{{max_loras: 1, targets: {targets}, adapters: [{adapter}]}}"
     with pytest.raises(ConfigError, match=message):
         check(load_config(written(folder, lora)), num_api_keys=1)
 

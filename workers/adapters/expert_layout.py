@@ -2,14 +2,14 @@
 
 PEFT has two forms. Experts one by one: a pair of matrices for gate, up and down of each. Fused: one pair for a
 parameter that holds all experts, A [E * r, K] with the ranks of an expert side by side, and B [N, r * E] with the
-experts of a rank side by side; gate and up are one parameter then. Older versions of PEFT take the rows of such a
-parameter for inputs, so that A and B change places. Needs the weight map alone.
+experts of a rank side by side; gate and up are one parameter then. Some versions of PEFT and transformers take the rows
+of such parameters for inputs, so that A and B of all pairs of a file change places. Needs the weight map alone.
 
 E experts of the model, e of them with adapters on this rank, P parts, r the largest rank, N outputs and K inputs of a
 product.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -17,14 +17,16 @@ from typing import NamedTuple
 import torch
 
 from kernels.routing.expert_map import runs
+from workers.adapters.peft_config import Declared, PeftConfig
 from workers.adapters.peft_folder import LoraPair
 from workers.lora_config import AdapterError
 from workers.specs.weight_map import WeightEntry
 
 GATE, UP = 0, 1
-ModuleOf = Callable[[str], str]
+NameOf = Callable[[str], str]
 Align = Callable[[int], int]
-WRAPPED = ".base_layer"  # follows the name of a module for each further parameter of it
+Cell = tuple[int, int, int]
+"""Where the A of a product begins in a slot, a part of the product, and the place of an expert."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class SingleFill(NamedTuple):
     product: ExpertProduct
     part: int
     place: int
+    factor: float
+
+    @property
+    def cells(self) -> Iterator[Cell]:
+        yield self.product.a, self.part, self.place
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,12 @@ class FusedFill:
     num_experts: int
     outputs: slice
     swapped: bool
+    factor: float
+
+    @property
+    def cells(self) -> Iterator[Cell]:
+        for place in range(self.places.start, self.places.stop):
+            yield self.product.a, self.part, place
 
     def matrices(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A [e, rank, K] and B [e, N / P, rank] of the tensors of the pair."""
@@ -89,14 +102,32 @@ class FusedFill:
 ExpertFill = SingleFill | FusedFill
 
 
-@dataclass
-class _Layer:
-    """The experts of one layer; `transposed`: a fused parameter has columns before rows in the checkpoint."""
+class FusedParameter(NamedTuple):
+    """The parameter of all experts for one product; `interleaved`: rows of gate and of up alternate."""
 
-    up: ExpertProduct
-    down: ExpertProduct
-    transposed: bool = False
-    interleaved: bool = False
+    product: ExpertProduct
+    interleaved: bool
+
+
+class FusedPair(NamedTuple):
+    """A pair of all experts, and the parameter that it belongs to."""
+
+    parameter: FusedParameter
+    pair: LoraPair
+    declared: Declared
+
+    @property
+    def swapped(self) -> bool | None:
+        """Whether A and B have changed places; None: the shapes do not show it, as rows and columns are equal."""
+        product = self.parameter.product
+        if product.rows == product.columns:
+            return None
+        return (self.pair.inputs, self.pair.outputs) != (product.columns, product.rows)
+
+
+def fused_name(entry: WeightEntry) -> str:
+    """Return the name of the parameter that holds an entry's values of all experts; "" if there is none."""
+    return entry.name if entry.stacked else entry.fused
 
 
 @dataclass
@@ -104,6 +135,8 @@ class ExpertLayout:
     """The experts of all layers on one rank; `size` values of a slot, from `start` on.
 
     experts   with adapters on this rank, in their order; num_experts   of the model
+    fused     parameters of all experts, by name in the weight map from `layers.` on
+    singles   product, part and expert of each expert's modules, by name from `layers.` on
     """
 
     experts: Sequence[int]
@@ -112,30 +145,27 @@ class ExpertLayout:
     start: int
     size: int = 0
     products: list[ExpertProduct] = field(default_factory=list)
-    _singles: dict[str, tuple[ExpertProduct, int, int]] = field(default_factory=dict)
-    _layers: dict[str, _Layer] = field(default_factory=dict)
+    fused: dict[str, FusedParameter] = field(default_factory=dict)
+    singles: dict[str, tuple[ExpertProduct, int, int]] = field(default_factory=dict)
 
-    def add(self, entries: Sequence[WeightEntry], module_of: ModuleOf, align: Align) -> None:
+    def add(self, entries: Sequence[WeightEntry], from_layers: NameOf, align: Align) -> None:
         """Reserve the products of one layer with these entries of its experts."""
-        first = entries[0]
         up = next(it for it in entries if it.parameter.endswith(".w13_e2ID"))
         down = next(it for it in entries if it.parameter.endswith(".w2_eDI"))
         width, hidden = down.columns, up.columns
-        block = first.parameter.rsplit(".", 1)[0]
-        layer = _Layer(
-            self._product(block, 2, 2 * width, hidden, align),
-            self._product(block, 1, hidden, width, align),
-            up.transposed,
-            up.interleaved,
-        )
-        fused = first.name if first.stacked else first.fused
-        self._layers[module_of(fused).rsplit(".", 1)[0]] = layer
+        block = up.parameter.rsplit(".", 1)[0]
+        up_product = self._product(block, 2, 2 * width, hidden, align)
+        down_product = self._product(block, 1, hidden, width, align)
+        for entry, product in ((up, up_product), (down, down_product)):
+            parameter = FusedParameter(product, entry.interleaved)
+            self.fused[from_layers(fused_name(entry))] = parameter
         for entry in entries:
-            if not entry.stacked and entry.expert is not None:
+            # Granite has no modules of single experts, and its entries are named as no tensor is
+            if not entry.stacked and entry.expert is not None and entry.name.endswith(".weight"):
                 part = UP if entry.rows is not None and entry.rows[0] else GATE
-                product = layer.down if entry.rows is None else layer.up
-                name = module_of(entry.name.removesuffix(".weight"))
-                self._singles[name] = product, part, entry.expert
+                product = down_product if entry.rows is None else up_product
+                name = from_layers(entry.name.removesuffix(".weight"))
+                self.singles[name] = product, part, entry.expert
 
     def _product(
         self, block: str, parts: int, rows: int, columns: int, align: Align
@@ -153,78 +183,62 @@ class ExpertLayout:
         return {expert: place for place, expert in enumerate(self.experts)}
 
     @property
-    def modules(self) -> Iterator[str]:
-        """Names of all modules, each expert's and the fused ones."""
-        yield from self._singles
-        yield from self._layers
-
-    @property
     def single_shapes(self) -> dict[str, tuple[int, int]]:
         """Outputs and inputs of each expert's modules, by name."""
         return {
             module: (product.rows // product.num_parts, product.columns)
-            for module, (product, _, _) in self._singles.items()
+            for module, (product, _, _) in self.singles.items()
         }
 
-    def place(self, module: str, name: str, pair: LoraPair) -> list[ExpertFill] | None:
-        """Return what a pair fills on this rank; None: it belongs to no expert. Raises AdapterError."""
-        if module in self._singles:
-            return self._single(module, name, pair)
-        bare = module
-        while bare.endswith(WRAPPED):
-            bare = bare.removesuffix(WRAPPED)
-        layer = self._layers.get(bare)
-        return None if layer is None else list(self._fused(layer, name, pair))
-
-    def _single(self, module: str, name: str, pair: LoraPair) -> list[ExpertFill]:
-        product, part, expert = self._singles[module]
-        outputs = product.rows // product.num_parts
-        if (pair.inputs, pair.outputs) != (product.columns, outputs):
-            raise AdapterError(
-                f"{name}: the adapter has {pair.inputs} inputs and {pair.outputs} outputs, the model "
-                f"{product.columns} and {outputs}: it was made for another model"
-            )
-        pair.check_declared(name)
-        self._check_rank(name, pair.rank)
+    def single(self, module: str, pair: LoraPair, declared: Declared) -> list[ExpertFill]:
+        """Return what the pair of a module of `singles` fills on this rank. Raises AdapterError."""
+        product, part, expert = self.singles[module]
+        pair.check_shape(declared.target, product.rows // product.num_parts, product.columns)
+        declared.check(pair.rank, self.rank)
         place = self._places.get(expert)
-        return [] if place is None else [SingleFill(product, part, place)]
+        return [] if place is None else [SingleFill(product, part, place, declared.factor)]
 
-    def _fused(self, layer: _Layer, name: str, pair: LoraPair) -> Iterator[ExpertFill]:
-        product = self._product_of(layer, name, pair)
-        if pair.rank % self.num_experts:
+    def fused_pair(
+        self, targets: Mapping[str, str], pair: LoraPair, config: PeftConfig
+    ) -> FusedPair:
+        """Return a pair with its parameter, which its shapes decide. Raises AdapterError.
+
+        targets   parameters of `fused` that the pair may belong to, and their names for PEFT
+        """
+        for name, target in targets.items():
+            product = self.fused[name].product
+            if {pair.inputs, pair.outputs} == {product.rows, product.columns}:
+                declared = config.declared(target)
+                declared.check(pair.rank, self.rank, self.num_experts)
+                return FusedPair(self.fused[name], pair, declared)
+        sizes = [(target, self.fused[name].product) for name, target in targets.items()]
+        expected = ", ".join(f"{name} {it.columns} and {it.rows}" for name, it in sizes)
+        raise AdapterError(
+            f"{pair.a}: the adapter has {pair.inputs} inputs and {pair.outputs} outputs, the model's parameters "
+            f"{expected}: it was made for another model"
+        )
+
+    def all_experts(self, pairs: Mapping[str, FusedPair]) -> dict[str, list[ExpertFill]]:
+        """Return what all pairs of all experts of a file fill on this rank. Raises AdapterError."""
+        orders = {it.swapped for it in pairs.values()} - {None}
+        order = orders.pop() if len(orders) == 1 else None
+        return {name: list(self._fused(it, order)) for name, it in pairs.items()}
+
+    def _fused(self, fused: FusedPair, order: bool | None) -> Iterator[ExpertFill]:
+        """Yield what a pair fills; `order`: whether A and B of other pairs of the file have changed places."""
+        (product, interleaved), (target, _, factor) = fused.parameter, fused.declared
+        swapped = order if fused.swapped is None else fused.swapped
+        if swapped is None:
             raise AdapterError(
-                f"{name}: lora_A has {pair.rank} rows; expected a multiple of the {self.num_experts} experts"
-            )
-        self._check_rank(name, pair.rank // self.num_experts)
-        swapped = (pair.inputs, pair.outputs) != (product.columns, product.rows)
-        if product.rows == product.columns and not layer.transposed:
-            raise AdapterError(
-                f"{name}: versions of PEFT order lora_A and lora_B of this parameter differently, and its "
-                f"{product.rows} rows and columns do not show which one it was; save the experts one by one"
+                f"{target}: versions of PEFT order lora_A and lora_B of this parameter differently, and neither its "
+                f"{product.rows} rows and columns nor another parameter of all experts in the file shows the order; "
+                "adapt gate_up_proj and down_proj both"
             )
         half = product.rows // 2
         parts = [slice(None)] if product.num_parts == 1 else [slice(half), slice(half, None)]
-        if layer.interleaved and product.num_parts == 2:
+        if interleaved and product.num_parts == 2:
             parts = [slice(0, None, 2), slice(1, None, 2)]
         for places, experts in runs(list(enumerate(self.experts))):
             for part, outputs in enumerate(parts):
                 which = places, experts, self.num_experts
-                yield FusedFill(product, part, *which, outputs, swapped)
-
-    def _product_of(self, layer: _Layer, name: str, pair: LoraPair) -> ExpertProduct:
-        """Return the product of a fused pair, which its shapes decide."""
-        sizes = {pair.inputs, pair.outputs}
-        for product in (layer.up, layer.down):
-            if sizes == {product.rows, product.columns}:
-                return product
-        raise AdapterError(
-            f"{name}: the adapter has {pair.inputs} inputs and {pair.outputs} outputs, the experts' parameters "
-            f"{layer.up.columns} and {layer.up.rows}, {layer.down.columns} and {layer.down.rows}: it was made for "
-            "another model"
-        )
-
-    def _check_rank(self, name: str, rank: int) -> None:
-        if rank > self.rank:
-            raise AdapterError(
-                f"{name}: rank {rank} is above lora.max_rank ({self.rank}); set lora.max_rank: {rank}"
-            )
+                yield FusedFill(product, part, *which, outputs, swapped, factor)

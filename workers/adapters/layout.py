@@ -9,8 +9,10 @@ N outputs and K inputs of a product, r the largest rank, P parts.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from workers.adapters.expert_layout import WRAPPED, ExpertFill, ExpertLayout
+from workers.adapters.expert_layout import Cell, ExpertFill, ExpertLayout, FusedPair, fused_name
+from workers.adapters.peft_config import Declared
 from workers.adapters.peft_folder import LoraPair, PeftFolder, named
 from workers.config import RankConfig
 from workers.lora_config import AdapterError, LoraConfig
@@ -25,6 +27,10 @@ ROOTS = ("", "model.", "language_model.", "model.language_model.", "language_mod
 EXPERTS = "experts"  # of lora.targets
 EMBEDDINGS, HEAD = "embeddings", "lm_head"
 OUTSIDE_LAYERS = ("embed_tokens", HEAD)
+# Parameters of all experts in transformers. PEFT gives the pair of one parameter the name of its module, with
+# WRAPPED for each further parameter of the module.
+FUSED = ("gate_up_proj", "down_proj")
+WRAPPED = ".base_layer"
 # Weights with adapters that no other product of DENSE has.
 UNQUANTISED = ("attention.ba.weight", "attention.kv_up.weight")
 
@@ -58,6 +64,23 @@ class Product:
         """(first row, end row, part) of B, in rising order."""
         blocks = ((*(entry.rows or (0, self.rows)), part) for entry, part in self.entries)
         return tuple(sorted(blocks))
+
+
+class PartFill(NamedTuple):
+    """One part of a product, which a pair fills."""
+
+    product: Product
+    part: int
+    factor: float
+
+    @property
+    def cells(self) -> Iterator[Cell]:
+        yield self.product.a, self.part, 0
+
+
+Fill = PartFill | ExpertFill
+Placed = Mapping[str, Sequence[Fill]]
+"""What each pair of an adapter fills on a rank, by the pair's name."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +144,29 @@ class AdapterLayout:
         """Whether the model has nothing that adapters may change."""
         return not self.products and not self.experts.products
 
-    def place(self, folder: PeftFolder) -> "Placed":
-        """Return where each pair belongs, by its name. Raises AdapterError for pairs that fit nowhere."""
-        placed, unknown = Placed({}, {}), []
+    def place(self, folder: PeftFolder) -> Placed:
+        """Return where each pair belongs. Raises AdapterError for pairs that fit nowhere, or in one place."""
+        placed: dict[str, Sequence[Fill]] = {}
+        fused: dict[str, FusedPair] = {}
+        unknown = []
+        self._check_tables(folder)
+        for name, pair in folder.pairs.items():
+            module, declared = self._module(name), folder.config.declared(name)
+            if module in self.parts:
+                placed[name] = [self._part(module, pair, declared)]
+            elif module in self.experts.singles:
+                placed[name] = self.experts.single(module, pair, declared)
+            elif targets := self._fused_targets(name):
+                fused[name] = self.experts.fused_pair(targets, pair, folder.config)
+            else:
+                unknown.append(name)
+        if unknown:
+            raise AdapterError(self._unknown(unknown))
+        placed |= self.experts.all_experts(fused)
+        _check_owners(placed)
+        return placed
+
+    def _check_tables(self, folder: PeftFolder) -> None:
         table = (self.config.vocab_size, self.config.hidden_size)
         for name, shape in folder.bases.items():
             if shape != table:
@@ -131,55 +174,59 @@ class AdapterLayout:
                     f"{name} of the adapter's file is {list(shape)}, the model has {list(table)}: adapters "
                     "with another vocabulary are not supported"
                 )
-        for name, pair in folder.pairs.items():
-            module = self._module(name)
-            found = self.parts.get(module)
-            fills = None if found else self.experts.place(module, name, pair)
-            if found is not None:
-                self._check(name, pair, *found)
-                placed.parts[name] = found
-            elif fills is not None:
-                placed.experts[name] = fills
-            else:
-                unknown.append(name)
-        if unknown:
-            raise AdapterError(self._unknown(unknown))
-        return placed
+
+    def _part(self, module: str, pair: LoraPair, declared: Declared) -> PartFill:
+        product, part = self.parts[module]
+        pair.check_shape(declared.target, *_shape(product, part))
+        declared.check(pair.rank, self.rank)
+        return PartFill(product, part, declared.factor)
+
+    def _fused_targets(self, name: str) -> dict[str, str]:
+        """Return the names for PEFT of the parameters in the layout that a pair may belong to, see `_parameters`."""
+        found = self._parameters(name).items()
+        return {name: target for name, target in found if name in self.experts.fused}
 
     def _module(self, name: str) -> str:
         """Return the name of a module from `layers.` on, as the weight map has it; as it is for other modules."""
         root, _, last = name.rpartition(".")
         if last in OUTSIDE_LAYERS and f"{root}." in (".", *ROOTS):
             return last
-        name = mapped_name(f"{name}.weight", self.config.renamed).removesuffix(".weight")
+        return self._tensor(f"{name}.weight").removesuffix(".weight")
+
+    def _parameters(self, name: str) -> dict[str, str]:
+        """Return the names that parameters of all experts of a module have for PEFT, by those in the weight map."""
+        while name.endswith(WRAPPED):
+            name = name.removesuffix(WRAPPED)
+        targets = (f"{name}.{parameter}" for parameter in FUSED)
+        return {self._tensor(target): target for target in targets}
+
+    def _tensor(self, name: str) -> str:
+        """Return the name of a tensor as `_module` returns that of a module."""
+        name = mapped_name(name, self.config.renamed)
         root, found, rest = name.partition(LAYERS)
         return f"{found}{rest}" if found and root in ROOTS else name
 
-    def _check(self, name: str, pair: LoraPair, product: Product, part: int) -> None:
-        outputs, _ = _shape(product, part)
-        if (pair.inputs, pair.outputs) != (product.columns, outputs):
-            raise AdapterError(
-                f"{name}: the adapter has {pair.inputs} inputs and {pair.outputs} outputs, the model "
-                f"{product.columns} and {outputs}: it was made for another model"
-            )
-        pair.check_declared(name)
-        if pair.rank > self.rank:
-            raise AdapterError(
-                f"{name}: rank {pair.rank} is above lora.max_rank ({self.rank}); set lora.max_rank: {pair.rank}"
-            )
-
     def _unknown(self, names: list[str]) -> str:
         """Explain why there is no place for these modules."""
-        known = {_name(module) for module in (*self.parts, *self.experts.modules)}
+        in_transformers = [(mapped, part) for part, mapped in self.config.renamed]
+        fused = (mapped_name(name, in_transformers) for name in self.experts.fused)
+        known = {_name(module) for module in (*self.parts, *self.experts.singles, *fused)}
         text = f"no place for {named(names)}; adapters may change {', '.join(sorted(known))}"
-        everything = {module: it for it in _entries(self.config) for module in _modules_of(it)}
-        entries = [
-            everything[module] for module in map(self._module, names) if module in everything
-        ]
+        everything = {known: it for it in _entries(self.config) for known in _names_of(it)}
+        wanted = (it for name in names for it in (self._module(name), *self._parameters(name)))
+        entries = [everything[it] for it in wanted if it in everything]
         missing = {_target(entry, self.config) for entry in entries} - {None, *self.targets}
         if missing:
             text += f"; add {', '.join(sorted(map(str, missing)))} to lora.targets"
         return text
+
+
+def _check_owners(placed: Placed) -> None:
+    owners: dict[Cell, str] = {}
+    for name, fills in placed.items():
+        for cell in (cell for fill in fills for cell in fill.cells):
+            if (owner := owners.setdefault(cell, name)) != name:
+                raise AdapterError(f"{owner} and {name} are adapters of one product")
 
 
 def _shape(product: Product, part: int) -> tuple[int, int]:
@@ -188,14 +235,6 @@ def _shape(product: Product, part: int) -> tuple[int, int]:
     if product.is_table:
         return product.rows, product.columns
     return entry.shape[1 if entry.transposed else 0], product.columns
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Where the pairs of an adapter belong, by their names: product and part, or the experts of the rank."""
-
-    parts: dict[str, tuple[Product, int]]
-    experts: dict[str, list[ExpertFill]]
 
 
 def slots_bytes(model: ModelConfig, ranks: RankConfig, rank: int) -> int:
@@ -235,14 +274,11 @@ def _entries(config: ModelConfig) -> Iterator[WeightEntry]:
         yield WeightEntry(f"{HEAD}.weight", table, f"{HEAD}.weight", WeightKind.HEAD)
 
 
-def _modules_of(entry: WeightEntry) -> Iterator[str]:
-    """Yield the names that an adapter may have for an entry's module."""
+def _names_of(entry: WeightEntry) -> Iterator[str]:
+    """Yield the names of an entry's module, and of the parameter of all experts that it belongs to."""
     yield module_of(entry)
-    fused = entry.name if entry.stacked else entry.fused
-    if fused:
-        module = _from_layers(fused).rsplit(".", 1)[0]
-        yield module
-        yield module + WRAPPED
+    if fused := fused_name(entry):
+        yield _from_layers(fused)
 
 
 def _target(entry: WeightEntry, config: ModelConfig) -> str | None:

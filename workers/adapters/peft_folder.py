@@ -1,61 +1,41 @@
 """Reads the folder of a LoRA adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors.
 
-What the server cannot apply is refused by its name in the file. Knows nothing of models, slots and devices.
+What the server cannot apply is refused by its name in the file. Knows nothing of slots and devices.
 """
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from workers.adapters.mapped_tensors import MappedTensors
+from workers.adapters.peft_config import PeftConfig
 from workers.lora_config import AdapterError
 from workers.weights.files import FLOATS
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
 MAX_NAMED = 8
-DEFAULT = 8
-"""PEFT's rank and alpha."""
 
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|embedding_([AB])(?:\.default)?)"
 )
 # PEFT saves the embeddings of the base model beside adapters of them, which LoRA does not train.
 _BASE = re.compile(r"(?:base_model\.model\.)?(.*(?:embed_tokens|lm_head))(?:\.base_layer)?\.weight")
-# Keys of adapter_config.json with other values than these change what the adapter computes.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_dora": (None, False),
-    "use_qalora": (None, False),
-    "lora_bias": (None, False),
-    "fan_in_fan_out": (None, False),
-    "bias": (None, "none"),
-    "modules_to_save": (None, [], ()),
-    "trainable_token_indices": (None, [], {}),
-    "layer_replication": (None, []),
-    "alora_invocation_tokens": (None, []),
-}
-# Initialisations after which the base model is another one too.
-_CHANGE_BASE = ("pissa", "olora", "corda")
 
 
 @dataclass(frozen=True)
 class LoraPair:
-    """The two matrices of one module, as the file has them; `a` and `b` are the names of the tensors.
+    """Two matrices, as the file has them; `a` and `b` are the names of the tensors.
 
-    rank     rows of A and columns of B
+    rank     rows of A and columns of B, those of all experts where the matrices are of several
     inputs   columns of A
     outputs  rows of B
-    alpha, rslora   of the factor on the product
-    declared rank by the configuration, of one expert where the module has several
     """
 
     a: str
@@ -63,20 +43,13 @@ class LoraPair:
     rank: int
     inputs: int
     outputs: int
-    alpha: float
-    rslora: bool
-    declared: int
 
-    def scale(self, rank: int) -> float:
-        """Return the factor on the product of matrices of this rank."""
-        return self.alpha / (math.sqrt(rank) if self.rslora else rank)
-
-    def check_declared(self, name: str) -> None:
-        """Raise AdapterError if the matrices of a module have another rank than the configuration, as PEFT does."""
-        if self.rank != self.declared:
+    def check_shape(self, name: str, outputs: int, inputs: int) -> None:
+        """Raise AdapterError if the module of the model has other outputs or inputs."""
+        if (self.inputs, self.outputs) != (inputs, outputs):
             raise AdapterError(
-                f"{name}: its matrices have rank {self.rank}, {CONFIG_FILE} has {self.declared} (r, rank_pattern): the "
-                "files are of two adapters"
+                f"{name}: the adapter has {self.inputs} inputs and {self.outputs} outputs, the model {inputs} and "
+                f"{outputs}: it was made for another model"
             )
 
 
@@ -91,6 +64,7 @@ class PeftFolder:
     """
 
     folder: Path
+    config: PeftConfig
     pairs: Mapping[str, LoraPair]
     bases: Mapping[str, tuple[int, ...]]
     digest: str
@@ -99,7 +73,7 @@ class PeftFolder:
     @classmethod
     def read(cls, folder: Path) -> "PeftFolder":
         """Read the configuration and the header of the weights. Raises AdapterError."""
-        config, content = _config(folder)
+        config = PeftConfig.read(folder)
         file = folder / WEIGHTS_FILE
         if not file.is_file():
             hint = ""
@@ -116,7 +90,7 @@ class PeftFolder:
         bases = {
             match[1]: shape for name, shape in shapes.items() if (match := _BASE.fullmatch(name))
         }
-        pairs = _pairs(config, shapes, file)
+        pairs = _pairs(shapes, file)
         others = [
             f"{name} {it.dtype}" for name, it in tensors.stored.items() if it.dtype not in FLOATS
         ]
@@ -124,50 +98,22 @@ class PeftFolder:
             raise AdapterError(
                 f"{file}: not supported: {named(others)}; expected {', '.join(FLOATS)}"
             )
-        digest = hashlib.sha256(hashlib.sha256(content).digest() + tensors.digest).hexdigest()
-        return cls(folder, pairs, bases, digest, tensors)
+        digest = hashlib.sha256(
+            hashlib.sha256(config.content).digest() + tensors.digest
+        ).hexdigest()
+        return cls(folder, config, pairs, bases, digest, tensors)
 
 
-def _config(folder: Path) -> tuple[Mapping[str, Any], bytes]:
-    """Return adapter_config.json of an adapter that can be applied, and its bytes."""
-    file = folder / CONFIG_FILE
-    try:
-        content = file.read_bytes()
-        config = json.loads(content.decode())
-    except FileNotFoundError:
-        raise AdapterError(
-            f"{folder} has no {CONFIG_FILE}: name a folder that PEFT saved"
-        ) from None
-    except (ValueError, OSError) as error:
-        raise AdapterError(f"{file} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise AdapterError(f"{file} is {type(config).__name__}; expected an object")
-    if config.get("peft_type") != "LORA":
-        raise AdapterError(
-            f"{file}: peft_type is {config.get('peft_type')!r}; only LORA is supported"
-        )
-    refused = [
-        f"{key} is {config[key]!r}"
-        for key, plain in _PLAIN.items()
-        if key in config and config[key] not in plain
-    ]
-    start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(_CHANGE_BASE):
-        refused.append(f"init_lora_weights is {start!r}, which changes the base model too")
-    if refused:
-        raise AdapterError(f"{file}: not supported: {'; '.join(refused)}")
-    return config, content
-
-
-def _pairs(
-    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], file: Path
-) -> dict[str, LoraPair]:
+def _pairs(shapes: Mapping[str, tuple[int, ...]], file: Path) -> dict[str, LoraPair]:
     names: dict[str, dict[str, str]] = {}
     others = []
     for name in shapes:
         match = _TENSOR.fullmatch(name)
         if match is not None and len(shapes[name]) == 2:
-            names.setdefault(match[1], {})[match[2] or match[3]] = name
+            found = names.setdefault(match[1], {})
+            other = found.setdefault(match[2] or match[3], name)
+            if other != name:
+                raise AdapterError(f"{file}: {other} and {name} are one matrix of {match[1]}")
         elif not _BASE.fullmatch(name):
             others.append(name)
     if others:
@@ -185,35 +131,8 @@ def _pairs(
                 f"{file}: lora_A of {module} has {rank} rows and lora_B {columns} columns; expected "
                 "equal numbers"
             )
-        alpha, rslora = _alpha(config, module, file), bool(config.get("use_rslora"))
-        declared = _of_module(config, "r", "rank_pattern", module, file)
-        if isinstance(declared, bool) or not isinstance(declared, int) or declared < 1:
-            raise AdapterError(f"{file}: r is {declared!r}; expected a whole number above 0")
-        pairs[module] = LoraPair(
-            found["A"], found["B"], rank, inputs, outputs, alpha, rslora, declared
-        )
+        pairs[module] = LoraPair(found["A"], found["B"], rank, inputs, outputs)
     return pairs
-
-
-def _of_module(
-    config: Mapping[str, Any], key: str, patterns_key: str, module: str, file: Path
-) -> Any:
-    """Return the value of `key` for a module: that of the first pattern which matches its name, or that of all."""
-    for pattern, value in (config.get(patterns_key) or {}).items():
-        try:
-            matches = re.match(rf"(.*\.)?({pattern})$", module)
-        except re.error as error:
-            raise AdapterError(f"{file}: {patterns_key}: {pattern!r}: {error}") from error
-        if matches:
-            return value
-    return config.get(key, DEFAULT)
-
-
-def _alpha(config: Mapping[str, Any], module: str, file: Path) -> float:
-    alpha = _of_module(config, "lora_alpha", "alpha_pattern", module, file)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise AdapterError(f"{file}: lora_alpha is {alpha!r}; expected a number")
-    return float(alpha)
 
 
 def named(names: list[str]) -> str:

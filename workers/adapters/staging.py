@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from workers.adapters.expert_layout import ExpertProduct, FusedFill, SingleFill
-from workers.adapters.layout import AdapterLayout, Placed, Product
+from workers.adapters.layout import AdapterLayout, PartFill, Placed, Product
 from workers.adapters.mapped_tensors import Scratch
 from workers.adapters.peft_folder import LoraPair, PeftFolder, check_finite
 from workers.weights.slots import WeightSlot
@@ -30,13 +30,16 @@ class Staging:
     def run(self, placed: Placed) -> None:
         """Copy all pairs. Raises AdapterError for values that are no numbers."""
         singles: list[Single] = []
-        for name, (product, part) in placed.parts.items():
-            self._fill_part(self._folder.pairs[name], product, part)
-        for name, fills in placed.experts.items():
+        for name, fills in placed.items():
             pair = self._folder.pairs[name]
-            singles += [(fill, pair) for fill in fills if isinstance(fill, SingleFill)]
-            if fused := [fill for fill in fills if isinstance(fill, FusedFill)]:
+            fused = [fill for fill in fills if isinstance(fill, FusedFill)]
+            if fused:
                 self._fill_fused(pair, fused)
+            for fill in fills:
+                if isinstance(fill, PartFill):
+                    self._fill_part(pair, fill)
+                elif isinstance(fill, SingleFill):
+                    singles.append((fill, pair))
         batches = list(self._batches(singles))
         count = min(COPIERS, len(batches))  # the pool starts no thread without work
         with ThreadPoolExecutor(COPIERS, "copies") as pool:
@@ -47,11 +50,12 @@ class Staging:
         check_finite(tensor.unsqueeze(0), [name], self._folder.folder)
         return tensor
 
-    def _fill_part(self, pair: LoraPair, product: Product, part: int) -> None:
+    def _fill_part(self, pair: LoraPair, fill: PartFill) -> None:
+        product, part, factor = fill
         a_rK, b_Nr = self._checked(pair.a), self._checked(pair.b)
         a_SQK, b_SNr = views(self._staged, product, self._rank)
         first = part * self._rank
-        scaled_Nr = b_Nr.float() * pair.scale(pair.rank)
+        scaled_Nr = b_Nr.float() * factor
         if product.is_table:
             a_SQK[0, :, : pair.rank] = a_rK.t()
             b_SNr[0, :, : pair.rank] = scaled_Nr
@@ -72,7 +76,7 @@ class Staging:
             rank = a_erK.shape[1]
             a_target, b_target = self._targets(fill.product, fill.part, fill.places, rank)
             a_target.copy_(a_erK)
-            _copy_scaled(b_target, b_eNr, pair.scale(rank), floats)
+            _copy_scaled(b_target, b_eNr, fill.factor, floats)
 
     def _batches(self, singles: Iterable[Single]) -> Iterator[list[Single]]:
         """Yield pairs of neighbours of one part, with equal shapes, dtypes and factors."""
@@ -80,8 +84,8 @@ class Staging:
         batch: list[Single] = []
         last: tuple[object, ...] = ()
         for single in sorted(singles, key=lambda it: (it[0].product.a, it[0].part, it[0].place)):
-            (product, part, place), pair = single
-            form = pair.rank, pair.alpha, pair.rslora, stored[pair.a].dtype, stored[pair.b].dtype
+            (product, part, place, factor), pair = single
+            form = pair.rank, factor, stored[pair.a].dtype, stored[pair.b].dtype
             if batch and (product.a, part, place - 1, *form) != last:
                 yield batch
                 batch = []
@@ -93,12 +97,12 @@ class Staging:
     def _fill_batches(self, batches: list[list[Single]]) -> None:
         values, floats = Scratch(), Scratch()
         for batch in batches:
-            (product, part, first), pair = batch[0]
+            (product, part, first, factor), pair = batch[0]
             places = slice(first, first + len(batch))
             a_target, b_target = self._targets(product, part, places, pair.rank)
             a_target.copy_(self._stack([it.a for _, it in batch], values))
             b_eNr = self._stack([it.b for _, it in batch], values)
-            _copy_scaled(b_target, b_eNr, pair.scale(pair.rank), floats)
+            _copy_scaled(b_target, b_eNr, factor, floats)
 
     def _stack(self, names: list[str], scratch: Scratch) -> torch.Tensor:
         stacked = self._folder.tensors.stack(names, scratch)
