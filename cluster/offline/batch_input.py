@@ -103,7 +103,7 @@ def _parse(number: int, data: bytes) -> Line:
     if found.get("method", "POST") != "POST":
         return refused("invalid_method", "method must be POST")
     url, body = found.get("url"), found.get("body")
-    if not isinstance(url, str) or not url.startswith("/v1/"):
+    if not isinstance(url, str) or not url.startswith("/"):
         return refused("invalid_url", "url must be a route such as /v1/completions")
     if not isinstance(body, dict):
         return refused("invalid_body", _unlike("body", body, "an object"))

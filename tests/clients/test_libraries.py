@@ -8,22 +8,40 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.clients.conftest import DEMO, MODEL
 from tests.clients.installed import python_packages
+from tests.serve.server import Server, running
 
 FILES = Path(__file__).parent / "libraries"
-MODULES = sorted(path.stem for path in FILES.glob("*_checks.py"))
+CHECKS, VECTORS = (
+    sorted(path.stem for path in FILES.glob(f"*_{kind}.py")) for kind in ("checks", "vectors")
+)
 # The first run installs, and compiles what it imports.
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 Report = dict[str, dict[str, str | None]]
 
 
 @pytest.fixture(scope="module")
-def report(server, tmp_path_factory) -> Report:
+def embedder(server, tmp_path_factory) -> Iterator[Server]:
+    """The demo model as one of embeddings, in the Ray of the other server."""
+    with running(
+        tmp_path_factory.mktemp("embedder"),
+        DEMO,
+        joins=server,
+        model={"task": "embed", "pooling": {"dimensions": [16]}, "dtype": "float32"},
+        serve={"model_name": MODEL},
+    ) as embedder:
+        yield embedder
+
+
+@pytest.fixture(scope="module")
+def report(server, embedder, tmp_path_factory) -> Report:
     """{module: {check of an API: traceback, or None}}."""
     packages = python_packages(FILES / "requirements.txt")
     folder = tmp_path_factory.mktemp("libraries")
@@ -36,13 +54,14 @@ def report(server, tmp_path_factory) -> Report:
 
     def start(name: str) -> subprocess.Popen[str]:
         # -S: none of this environment's packages.
-        command = [sys.executable, "-S", str(FILES / "run.py"), server.url, str(folder), name]
+        url = (embedder if name in VECTORS else server).url
+        command = [sys.executable, "-S", str(FILES / "run.py"), url, str(folder), name]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(command, env=environment, text=True, **pipes)
 
     found = {}
     with ExitStack() as stack:
-        processes = {name: stack.enter_context(start(name)) for name in MODULES}
+        processes = {name: stack.enter_context(start(name)) for name in CHECKS + VECTORS}
         for process in processes.values():
             stack.callback(process.kill)
         for name, process in processes.items():
@@ -52,8 +71,8 @@ def report(server, tmp_path_factory) -> Report:
     return found
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_library(report, server, name):
+@pytest.mark.parametrize("name", CHECKS + VECTORS)
+def test_a_library(report, server, embedder, name):
     failed = [f"{check}:\n{error}" for check, error in report[name].items() if error]
     assert report[name] and not failed, "\n".join(failed)
-    server.wait_free()
+    (embedder if name in VECTORS else server).wait_free()

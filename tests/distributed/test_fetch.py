@@ -21,6 +21,7 @@ from tests.distributed.test_hand_over import (
     NEW,
     PROMPT,
     PROMPT_IDS,
+    Adapted,
     Side,
     first_part,
     ids_of,
@@ -50,10 +51,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def nodes(checkpoint: Path, **cache: object) -> Iterator[list[Side]]:
+def nodes(
+    checkpoint: Path, *, adapters: tuple[Path, ...] = (), **cache: object
+) -> Iterator[list[Side]]:
     """An engine on each of two nodes."""
     memory = {"host_memory_gib": 0.02, "transfer": "nixl", **cache}
-    with sides(checkpoint, 2, apart=True, **memory) as made:
+    with sides(checkpoint, 2, apart=True, adapters=adapters, **memory) as made:
         yield made
 
 
@@ -89,6 +92,19 @@ def test_an_engine_of_another_node_goes_on_behind_the_prompt(tmp_path: Path, fam
         assert token.token_ids + ids_of(second.run(again)) == expected
         assert second.gauge("kv_nixl_fetches") == 1, "the device has the prompt"
         second.epoch.engine.scheduler.check_integrity()
+
+
+def test_the_kv_of_an_adapter_comes_from_another_node(tmp_path: Path) -> None:
+    """Behind the same prompt without adapter, of which this node has the KV by then."""
+    adapted = Adapted.make(tmp_path)
+    with nodes(adapted.checkpoint, adapters=adapted.folders) as (first, second):
+        for number, adapter in enumerate((0, 2), 1):
+            outputs = first.run(first_part(f"x{adapter}", adapter))
+            tokens, source = ids_of(outputs), outputs[-1].kv_source
+            rest = replace(rest_behind(tokens, f"x{adapter}~2", adapter), kv_source=source)
+            assert tokens + ids_of(second.run(rest)) == adapted.expected[adapter]
+            assert second.gauge("kv_nixl_fetches") == number
+            assert second.gauge("kv_restored_host") >= number * (PROMPT // BLOCK * BLOCK - 64)
 
 
 def test_every_loss_between_both_nodes_costs_time_alone(

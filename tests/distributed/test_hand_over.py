@@ -1,19 +1,23 @@
 """A prompt computed by one engine and continued by another one: the same tokens, and little computed twice."""
 
+import os
 import random
+import select
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from tests.adapter_case import chosen, make_adapter, merge, weight_shapes
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.family_cases import SAME_MODEL, VARIANTS, family_checkpoint
 from tests.kv_tier_case import kill_process
 from workers.engine import hand_overs
 from workers.kv_transfer.keeper_client import KeeperClient
+from workers.lora_config import LoadedAdapter
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
@@ -61,12 +65,26 @@ class Side:
 
 @contextmanager
 def sides(
-    checkpoint: Path, count: int, *, apart: bool = False, **cache: object
+    checkpoint: Path,
+    count: int,
+    *,
+    apart: bool = False,
+    adapters: tuple[Path, ...] = (),
+    **cache: object,
 ) -> Iterator[list[Side]]:
-    """Engines of one rank each, which share the memory of their node if there is some. `apart`: each has its own."""
+    """Engines of one rank each, which share the memory of their node if there is some. `apart`: each has its own.
+
+    The ids of `adapters` are 1, 2 ..., as those of the adapters in the YAML of a server.
+    """
     config = rank_config(
-        checkpoint, 1, model={"max_model_len": 320}, cache={"block_size": BLOCK, **cache}
+        checkpoint,
+        1,
+        model={"max_model_len": 320},
+        cache={"block_size": BLOCK, **cache},
+        lora={"max_loras": len(adapters)},
     )
+    loaded = [LoadedAdapter(id=n, name=f"a{n}", path=str(it)) for n, it in enumerate(adapters, 1)]
+    config = config.model_copy(update={"adapters": tuple(loaded)})
     with ExitStack() as stack:
         made = []
         for number in range(count):
@@ -89,12 +107,42 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PROMPT_IDS = [(7 * number * number + 3) % 200 for number in range(PROMPT)]
 
 
-def first_part(name: str = "x") -> EngineRequest:
-    return replace(make_request(name, PROMPT_IDS, max_tokens=1), hands_over=True)
+def first_part(name: str = "x", adapter: int = 0) -> EngineRequest:
+    request = make_request(name, PROMPT_IDS, max_tokens=1)
+    return replace(request, hands_over=True, adapter=adapter)
 
 
-def rest_behind(tokens: list[int], name: str = "x~2") -> EngineRequest:
-    return replace(make_request(name, PROMPT_IDS, max_tokens=NEW), emitted_token_ids=tokens)
+def rest_behind(tokens: list[int], name: str = "x~2", adapter: int = 0) -> EngineRequest:
+    request = make_request(name, PROMPT_IDS, max_tokens=NEW)
+    return replace(request, emitted_token_ids=tokens, adapter=adapter)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Two adapters that change K and V; `expected`: the tokens of model and adapters, by the merged models."""
+
+    checkpoint: Path
+    folders: tuple[Path, Path]
+    expected: tuple[list[int], ...]
+
+    @classmethod
+    def make(cls, folder: Path) -> "Adapted":
+        checkpoint = family_checkpoint(folder, "qwen3_moe", "untied")
+        modules = chosen(weight_shapes(checkpoint), ("k_proj", "v_proj"))
+        one, two = (make_adapter(folder / f"a{n}", modules, seed=n, alpha=24) for n in (1, 2))
+        merged = [merge(checkpoint, it, folder / f"merged-{it.name}") for it in (one, two)]
+        expected = []
+        for path in (checkpoint, *merged):
+            with sides(path, 1) as (alone,):
+                whole = make_request("whole", PROMPT_IDS, max_tokens=NEW)
+                expected.append(ids_of(alone.run(whole)))
+        assert len({tuple(tokens) for tokens in expected}) == 3
+        return cls(checkpoint, (one, two), tuple(expected))
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return Adapted.make(tmp_path_factory.mktemp("adapted"))
 
 
 def ids_of(outputs: list[RequestOutput]) -> list[int]:
@@ -117,6 +165,38 @@ def test_another_engine_goes_on_behind_the_prompt(tmp_path: Path, family: str) -
         assert token.token_ids + ids_of(found) == expected
         assert second.gauge("kv_restored_host") >= PROMPT // BLOCK * BLOCK - 64
         assert not first.epoch.engine.open_requests.ids_of_ingress("test")
+
+
+def test_the_other_engine_goes_on_with_the_kv_of_the_adapter(adapted: Adapted) -> None:
+    """One prompt with each adapter and without: each finds its own KV in the memory of the node, and no other."""
+    memory = {"adapters": adapted.folders, "host_memory_gib": 0.02}
+    with sides(adapted.checkpoint, 2, **memory) as (first, second):
+        for adapter in (1, 0, 2):
+            name, before = f"x{adapter}", second.gauge("kv_restored_host")
+            tokens = ids_of(first.run(first_part(name, adapter)))
+            rest = rest_behind(tokens, f"{name}~2", adapter)
+            assert tokens + ids_of(second.run(rest)) == adapted.expected[adapter]
+            assert second.gauge("kv_restored_host") >= before + PROMPT // BLOCK * BLOCK - 64
+
+
+def test_files_outlive_a_server_without_the_kv_of_its_adapters(
+    adapted: Adapted, tmp_path: Path
+) -> None:
+    """The next server gives the ids to other adapters."""
+    memory = {"host_memory_gib": 0.02, "disk_path": str(tmp_path), "disk_gib": 0.02}
+    whole = make_request("x", PROMPT_IDS, max_tokens=NEW)
+    plain, *of_adapters = adapted.expected
+    for number, expected in enumerate(of_adapters):
+        folder = adapted.folders[number]
+        with sides(adapted.checkpoint, 1, adapters=(folder,), **memory) as (side,):
+            assert ids_of(side.run(replace(whole, adapter=1))) == expected
+            assert not side.gauge("kv_restored_disk")
+            assert ids_of(side.run(whole)) == plain
+            assert bool(side.gauge("kv_restored_disk")) == (number > 0), "files have the model's KV"
+            end_of_transfers(side)
+            keeper = os.pidfd_open(keeper_pid(side))
+        assert select.select([keeper], [], [], WAIT_S)[0], "it writes what waits, and ends"
+        os.close(keeper)
 
 
 def test_without_host_memory_an_end_waits_for_nothing(checkpoint: Path) -> None:
@@ -152,11 +232,7 @@ def test_an_abort_in_the_middle_of_a_hand_over_leaves_nothing(checkpoint: Path) 
         assert not any(output.finish_reason for output in side.outputs)
         engine.abort("x")
         engine.step()
-        deadline = time.monotonic() + WAIT_S
-        while engine.scheduler.cache.names_on_way:
-            assert time.monotonic() < deadline
-            engine._must_vote()
-        engine._must_vote()
+        end_of_transfers(side)
         assert not any(output.finish_reason for output in side.outputs)
         assert not engine.open_requests.ids_of_ingress("test")
         engine.scheduler.check_integrity()
@@ -215,12 +291,25 @@ def abort_somewhere(side: Side, request: EngineRequest, chance: random.Random) -
     engine.step()
 
 
-def kill_keeper(side: Side) -> None:
-    """End the process that keeps the memory of the node."""
+def end_of_transfers(side: Side) -> None:
+    """Let a sleeping loop enter the transfers until all have ended."""
+    engine, deadline = side.epoch.engine, time.monotonic() + WAIT_S
+    while engine.scheduler.cache.names_on_way:
+        assert time.monotonic() < deadline
+        engine._must_vote()
+    engine._must_vote()
+
+
+def keeper_pid(side: Side) -> int:
+    """The process that keeps the memory of the node."""
     tier = side.epoch.process.kv_places._host
     assert tier is not None
     client = KeeperClient(tier._config)
     try:
-        kill_process(client._ask("attach")["pid"])
+        return int(client._ask("attach")["pid"])
     finally:
         client.close()
+
+
+def kill_keeper(side: Side) -> None:
+    kill_process(keeper_pid(side))

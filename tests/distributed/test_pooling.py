@@ -1,5 +1,6 @@
 """Vectors and scores of whole engines equal transformers', in chunks, with the prefix cache, beside generations."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.adapter_case import chosen, make_adapter, merge, weight_shapes
 from tests.distributed.engine_harness import (
     Event,
     RankResult,
@@ -17,6 +19,7 @@ from tests.distributed.engine_harness import (
 )
 from tests.unit.model_case import small_checkpoint
 from tests.unit.pooling_case import base_checkpoint, class_checkpoint, pooled
+from workers.lora_config import LoadedAdapter
 
 LIMITS: dict[str, Any] = {
     # A prompt is computed in several steps, beside others.
@@ -35,15 +38,36 @@ def prompts_of(*, shared: int = 0) -> list[list[int]]:
     return [(stem + generator.integers(0, 256, n).tolist())[:n] for n in LENGTHS]
 
 
-def serve(pool: Any, path: Path, ranks: int, events: list[Event]) -> RankResult:
+def serve(
+    pool: Any,
+    path: Path,
+    ranks: int,
+    events: list[Event],
+    *,
+    adapters: tuple[LoadedAdapter, ...] = (),
+    **sections: Any,
+) -> RankResult:
     """All that the ranks made, as if of one rank."""
     whole = RankResult()
-    for result in run_engines(pool, rank_config(path, ranks, **LIMITS), events):
+    config = rank_config(path, ranks, **LIMITS, **sections)
+    config = config.model_copy(update={"adapters": adapters})
+    for result in run_engines(pool, config, in_order(events)):
         whole.tokens |= result.tokens
         whole.vectors |= result.vectors
         whole.reasons |= result.reasons
         whole.cached_tokens |= result.cached_tokens
     return whole
+
+
+def in_order(events: list[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: event.step)
+
+
+def named(event: Event, adapter: int) -> Event:
+    """The same for an adapter, under a name of its own."""
+    assert event.request is not None
+    name = f"{adapter} {event.request.request_id}"
+    return replace(event, request=replace(event.request, request_id=name, adapter=adapter))
 
 
 def states_of(model: Any, prompt: list[int]) -> torch.Tensor:
@@ -89,7 +113,7 @@ def test_embeddings_beside_generations_equal_transformers(rank_pool, tmp_path, f
         Event(2 * i, i % ranks, make_request(f"text {i}", prompts[i][:30], max_tokens=12))
         for i in range(5)
     ]
-    found = serve(rank_pool, path, ranks, sorted(events, key=lambda event: event.step))
+    found = serve(rank_pool, path, ranks, events)
     for name, vector in expected.items():
         assert found.reasons[name] == "stop" and found.tokens[name] == []
         np.testing.assert_allclose(found.vectors[name], vector, rtol=0, atol=TOLERANCE)
@@ -99,6 +123,38 @@ def test_embeddings_beside_generations_equal_transformers(rank_pool, tmp_path, f
     for i in range(5):
         prompt = prompts[i][:30]
         assert found.tokens[f"text {i}"] == greedy(model, prompt, 12)
+
+
+def test_vectors_by_an_adapter_equal_those_of_the_merged_model(rank_pool, tmp_path):
+    """Beside vectors of the model and generations with another adapter, for one slot."""
+    path = small_checkpoint(tmp_path / "model")
+    modules = chosen(weight_shapes(path), ("q_proj", "v_proj", "down_proj"))
+    adapters = [make_adapter(tmp_path / f"a{n}", modules, seed=n, alpha=16) for n in (1, 2)]
+    paths = [path, *(merge(path, it, tmp_path / f"merged-{it.name}") for it in adapters)]
+    of_one = [
+        Event(number, number % 2, make_pooling(f"{rows} {number}", prompt, rows=rows))
+        for number, prompt in enumerate(prompts_of(shared=20))
+        for rows in ("last", "mean")
+    ]
+    events = [named(event, adapter) for event in of_one for adapter in (0, 1)]
+    texts = [Event(n, n % 2, make_request(f"t{n}", [n], max_tokens=6)) for n in range(4)]
+    events += [named(event, 2) for event in texts]
+    loaded = tuple(
+        LoadedAdapter(id=n, name=it.name, path=str(it)) for n, it in enumerate(adapters, 1)
+    )
+    lora = {"max_loras": 1, "targets": ["attention", "experts"]}
+    found = serve(rank_pool, path, 2, events, adapters=loaded, lora=lora)
+    for adapter, of_adapter in enumerate((of_one, of_one, texts)):
+        expected = serve(rank_pool, paths[adapter], 2, of_adapter)
+        for event in of_adapter:
+            name = event.request.request_id
+            assert found.tokens[f"{adapter} {name}"] == expected.tokens[name]
+            if name in expected.vectors:
+                vector = found.vectors[f"{adapter} {name}"]
+                np.testing.assert_allclose(vector, expected.vectors[name], rtol=0, atol=TOLERANCE)
+                assert adapter == 0 or not np.allclose(
+                    vector, found.vectors[f"0 {name}"], atol=0.01
+                )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

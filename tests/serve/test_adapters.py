@@ -1,7 +1,7 @@
-"""Adapters of a real server: of the YAML and loaded in service, over the death of a rank and of the supervisor."""
+"""Adapters of a real server: of the YAML and loaded in service, under aborts, deaths of a rank and the supervisor."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ def adapted(
     """In the Ray of the shared server."""
     lora = {
         "max_loras": 2,
+        "max_cpu_loras": 6,
         "targets": ["attention", "experts"],
         "adapters": [{"name": "fr", "path": str(folders["fr"])}],
     }
@@ -97,6 +98,54 @@ def listed(server: Server, *names: str) -> None:
 def runs(server: Server) -> bool:
     """Whether a rank has a request."""
     return Scrape(server.get("/metrics").text).sum("num_requests_running") > 0
+
+
+def num_aborted(server: Server) -> float:
+    return Scrape(server.get("/metrics").text).sum("request_success_total", finished_reason="abort")
+
+
+def leave(server: Server, model: str, then: Callable[[], None]) -> None:
+    """Open a stream of 400 tokens and read its begin; call `then`, and leave it."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                return then()
+    raise AssertionError("the stream has no tokens")
+
+
+@pytest.mark.parametrize(
+    "cycles",
+    [20, pytest.param(200, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)])],
+)
+def test_adapters_change_under_streams_that_clients_leave(
+    adapted: Server, folders: dict[str, Path], expected: dict[str, list[int]], cycles: int
+) -> None:
+    """More adapters than a rank may hold, one after another, under two names: each answer is of its own adapter."""
+    server, aborted_before = adapted, num_aborted(adapted)
+
+    def change(route: str, name: str, **path: str) -> None:
+        answer = operate(server, route, lora_name=name, **path)
+        assert answer.status_code == 200, answer.text
+
+    with ThreadPoolExecutor(3) as pool:
+        for cycle in range(cycles):
+            which, name = NAMES[cycle % 3], f"a{cycle % 2}"
+            change("load", name, lora_path=str(folders[which]))
+            listed(server, "fr", name)
+            left = pool.submit(leave, server, name, lambda: None)
+            beside = pool.submit(tokens, server, ("tiny", "fr")[cycle % 2])
+            assert tokens(server, name) == expected[which]
+            assert beside.result() == expected[("tiny", "fr")[cycle % 2]]
+            left.result()
+            leave(server, name, lambda name=name: change("unload", name))
+    listed(server, "fr")
+    server.wait_free(60)
+    deadline = time.monotonic() + 60  # an ingress reports its own counts when it is asked
+    while num_aborted(server) < aborted_before + cycles:
+        assert time.monotonic() < deadline, "the streams that clients left went on to their ends"
+    assert [tokens(server, model) for model in ("tiny", "fr")] == [expected["tiny"], expected["fr"]]
 
 
 def test_adapters_come_and_go_and_outlive_failures(

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from cluster.commands.operate import OperationError
+from tests.adapter_case import chosen, make_adapter, merge, weight_shapes
 from tests.serve.server import Server, running
 from tests.serve.test_operations import operate
 
@@ -25,9 +26,10 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def body_of(number: int, max_tokens: int, salt: str = "") -> dict[str, Any]:
+def body_of(number: int, max_tokens: int, salt: str = "", model: str = "") -> dict[str, Any]:
     """A request with prompt `number`."""
     return {
+        "model": model or None,
         "prompt": [(number * 31 + 7 * i * i) % 200 for i in range(PROMPT)],
         "max_tokens": max_tokens,
         "temperature": 0,
@@ -37,9 +39,17 @@ def body_of(number: int, max_tokens: int, salt: str = "") -> dict[str, Any]:
     }
 
 
-def ask(server: Server, number: int, max_tokens: int = NEW, **headers: str) -> list[int]:
+def ask(
+    server: Server,
+    number: int,
+    max_tokens: int = NEW,
+    *,
+    salt: str = "",
+    model: str = "",
+    **headers: str,
+) -> list[int]:
     """The tokens of the answer to prompt `number`."""
-    body = body_of(number, max_tokens, headers.pop("salt", ""))
+    body = body_of(number, max_tokens, salt, model)
     answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
@@ -122,6 +132,17 @@ def until_handed_over(server: Server, first: int = 20, prefill_rank: int = 0) ->
         assert time.monotonic() < deadline, "the decode rank computes the prompts"
 
 
+def until_restored(server: Server, model: str) -> None:
+    """Wait until the decode rank finds the KV of a prompt of this model."""
+    deadline, numbers = time.monotonic() + 120, itertools.count(40)
+    while True:
+        before = restored(server)
+        ask(server, next(numbers), model=model)
+        if restored(server) >= before + PROMPT - 64:
+            return
+        assert time.monotonic() < deadline, "the decode rank computes the prompts"
+
+
 def test_answers_do_not_depend_on_the_pool_or_on_deaths_in_it(
     tmp_path: Path, checkpoint: Path
 ) -> None:
@@ -148,6 +169,26 @@ def test_answers_do_not_depend_on_the_pool_or_on_deaths_in_it(
         assert [found.get(n) for n in range(3, 9)] == whole[3:9], "or a stream hangs"
         assert [ask(server, n) for n in range(9, 12)] == whole[9:]
         server.wait_free(60.0)
+
+
+def test_the_groups_compute_with_the_adapter_of_a_request(tmp_path: Path, checkpoint: Path) -> None:
+    """Every prompt is computed with and without adapter; the merged model has the answers of the adapter."""
+    modules = chosen(weight_shapes(checkpoint), ("k_proj", "v_proj", "o_proj"))
+    folder = make_adapter(tmp_path / "fr", modules, alpha=24)
+    cluster = {"ranks": 2, "device": "cpu"}
+    lora = {"max_loras": 1, "adapters": [{"name": "fr", "path": str(folder)}]}
+    with running(tmp_path, checkpoint, cluster=cluster, lora=lora, **SECTIONS) as server:
+        until_handed_over(server)
+        plain = [ask(server, n, salt="whole", **WHOLE) for n in range(4)]
+        before = prompts_by_place(server)
+        found = [[ask(server, n, model=model) for model in ("fr", "tiny")] for n in range(4)]
+        assert prompts_by_place(server)["prefill"] == before["prefill"] + 8
+        until_restored(server, "fr")
+    merged = merge(checkpoint, folder, tmp_path / "merged")
+    alone = {name: SECTIONS[name] for name in ("model", "cache")}
+    with running(tmp_path, merged, **alone) as server:
+        adapted = [ask(server, n) for n in range(4)]
+    assert adapted != plain and found == [list(pair) for pair in zip(adapted, plain, strict=True)]
 
 
 def test_groups_exchange_their_roles_and_no_open_stream_differs(

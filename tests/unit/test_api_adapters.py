@@ -96,11 +96,25 @@ def test_bodies_are_checked() -> None:
     for route, body in (
         ("load", {"lora_name": "es"}),
         ("load", {"lora_name": "", "lora_path": "/x"}),
-        ("load", {"lora_name": "es", "lora_path": "/x", "load_inplace": True}),
+        ("load", {"lora_name": "es", "lora_path": "/x", "load_inplace": None}),
+        ("load", {"lora_name": "es", "lora_path": "/x", "other": False}),
         ("unload", {}),
     ):
         assert_error(operate(subject, route, **body), 400)
     assert set(subject.backend.adapters) == {"fr", "de"}
+
+
+def test_an_adapter_is_not_replaced_in_place() -> None:
+    """false is the default of vLLM, and some clients send all fields."""
+    subject = api()
+    for name in ("es", "fr"):
+        body = {"lora_name": name, "lora_path": "/x", "load_inplace": True}
+        error = assert_error(operate(subject, "load", **body), 400, "unsupported_parameter")
+        assert error["param"] == "load_inplace" and "unload the adapter" in error["message"]
+    assert subject.backend.adapters == {"fr": "/adapters/fr", "de": "owner/de"}
+    body = {"lora_name": "es", "lora_path": "/x", "load_inplace": False}
+    assert operate(subject, "load", **body).status_code == 200
+    assert subject.backend.adapters["es"] == "/x"
 
 
 def test_no_other_key_loads() -> None:

@@ -4,28 +4,37 @@ import pytest
 import torch
 
 from tests.unit.test_prefix_cache import BLOCK, PROMPT, Server
+from workers.kv_cache.block_pool import chain_keys, root_key
 from workers.kv_cache.transfers import BlockTransfers
 from workers.kv_transfer.connector import NOWHERE, KVConnector, KVFetcher, Transfer
 from workers.kv_transfer.contents import CacheContents, Rows
+from workers.step.adapter_slots import AdapterSlots
+from workers.step.step_sync import StepPlan
 from workers.wire.request import EngineRequest, SamplingParams
 
+ADAPTER = 7  # the id of one that is in a slot
 LONG = [number % 7 for number in range(10 * BLOCK + 1)]
 
 
 class Memory(KVConnector):
-    """A place that holds `names`, and gives them at once."""
+    """A place that holds `names`, and gives them at once; `saved` are the transfers to it."""
 
-    place, saves = "host", False
+    place, saves = "host", True
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[bytes] = set()
         self.loaded: list[Transfer] = []
+        self.saved: list[Transfer] = []
+        self._ended: list[Transfer] = []
 
     def bind(self, contents: CacheContents) -> None: ...
     def unbind(self) -> None: ...
-    def save(self, transfer: Transfer) -> None: ...
     def close(self) -> None: ...
+
+    def save(self, transfer: Transfer) -> None:
+        self.saved.append(transfer)
+        self._ended.append(transfer)
 
     def found(self, request: EngineRequest, keys: list[bytes]) -> set[bytes]:
         return self.names
@@ -35,7 +44,8 @@ class Memory(KVConnector):
         self.loaded.append(transfer)
 
     def ended(self) -> list[Transfer]:
-        found, self.loaded = self.loaded, []
+        found = self.loaded + self._ended
+        self.loaded, self._ended = [], []
         return found
 
 
@@ -74,6 +84,8 @@ class Scene:
     def __init__(self, **kinds: int):
         self.server = Server(num_blocks=64, **kinds)
         self.scheduler = self.server.scheduler
+        self.scheduler.adapters = AdapterSlots(1, lambda adapter: True, lambda *piece: None)
+        self.scheduler.follow(StepPlan(False, (0,), adapters_wanted=(ADAPTER,)))
         self.memory, self.source = Memory(), Source()
         cache = self.scheduler.cache
         contents = CacheContents(Rows([]), Rows([]), b"", torch.device("cpu"))
@@ -87,13 +99,14 @@ class Scene:
             min_gain=2 * BLOCK,
         )
 
-    def add(self, name: str, prompt: list[int], source: str = "there") -> None:
+    def add(self, name: str, prompt: list[int], source: str = "there", *, adapter: int = 0) -> None:
         request = EngineRequest(
             request_id=name,
             ingress_id="i",
             prompt_token_ids=prompt,
             params=SamplingParams(max_tokens=1),
             kv_source=source,
+            adapter=adapter,
         )
         assert self.scheduler.add(request) is None
 
@@ -124,6 +137,41 @@ def test_a_sequence_waits_for_what_this_node_lacks_and_loads_what_came() -> None
     gauges = now.scheduler.cache.gauges()
     assert gauges["kv_loads"] == 1 and gauges["kv_nixl_fetches"] == 3
     now.scheduler.check_integrity()
+
+
+def test_contents_of_adapters_are_private_when_they_come() -> None:
+    """Ids of adapters mean nothing to the next server, so what it may find in files has none."""
+    now = Scene()
+    now.add("a", LONG, adapter=ADAPTER)
+    now.schedule()
+    (fetch,) = now.source.open
+    now.memory.names = {item.name for item in fetch.items}
+    now.source.end()
+    now.schedule()
+    (load,) = now.memory.loaded
+    assert fetch.private and load.private and len(load.items) == 10
+    assert now.schedule() == ["a"]
+
+
+@pytest.mark.parametrize("kinds", [{}, {"window": 2 * BLOCK}, {"snapshots": 4}])
+def test_contents_of_adapters_are_private_when_they_are_saved(kinds: dict[str, int]) -> None:
+    """Two requests with one prompt, computed by the same steps."""
+    now = Scene(**kinds)
+    now.add("adapted", LONG, "", adapter=ADAPTER)
+    now.add("plain", LONG, "")
+    now.server.finish()
+    cache = now.scheduler.cache
+    while cache.names_on_way:  # few places are held for a save at once
+        cache.transfers.save(all_of_them=True)
+        now.scheduler.settle()
+    suffixes = {group.suffix for group in cache.groups}
+    for adapter in (0, ADAPTER):
+        keys = {*chain_keys(root_key("", adapter), LONG, BLOCK)}
+        items = [
+            it for saved in now.memory.saved if saved.private == bool(adapter) for it in saved.items
+        ]
+        assert {item.suffix for item in items} == suffixes, "contents of every kind"
+        assert {item.key for item in items} <= keys
 
 
 def test_a_fetch_that_brings_nothing_is_not_tried_again() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from workers.kv_transfer import disk_tier
 from workers.kv_transfer.disk_tier import DiskTier
 from workers.kv_transfer.hints import Hints, hint_bytes
 from workers.kv_transfer.host_index import Entry, HostIndex, Place
-from workers.kv_transfer.keeper import KeeperConfig
+from workers.kv_transfer.keeper import Keeper, KeeperConfig
 from workers.kv_transfer.keeper_client import KeeperClient, KeeperLostError
 
 FORM = b"f" * 16
@@ -193,6 +194,32 @@ def test_files_outlive_their_server(tmp_path):
     again.close()
 
 
+class Waiting:
+    """A connection of a rank that waits for the answer to its first request; `send` notes which names it may find."""
+
+    def __init__(self, keeper: Keeper, names: list[bytes]):
+        self._hints, self._names, self.found = keeper._hints, names, [False]
+
+    def recv(self) -> tuple[object, ...]:
+        return "layout", FORM, 1000, 0
+
+    def send(self, num_units: int) -> None:
+        self.found = [name in self._hints for name in self._names]
+
+
+def test_a_rank_finds_the_names_of_files_from_the_first_answer_on(tmp_path, keeper_config):
+    places, first = chain("a", 3), tier(tmp_path, form=blake2b(FORM, digest_size=16).digest())
+    write(first, places)
+    first.close()
+    keeper = Keeper(replace(keeper_config, disk_path=str(tmp_path), disk_bytes=2**20))
+    rank = Waiting(keeper, [place.name for place in places])
+    keeper.add(rank)
+    keeper.answer(rank)
+    keeper.close()
+    os.close(keeper.fd)
+    assert rank.found == [True] * 3
+
+
 @pytest.mark.parametrize(
     ("harm", "count"),
     [
@@ -284,7 +311,7 @@ def ended(config: KeeperConfig) -> bool:
 ONE_CLIENT = """
 import json, sys, time
 from workers.kv_transfer.host_index import Place
-from workers.kv_transfer.keeper import KeeperConfig
+from workers.kv_transfer.keeper import Keeper, KeeperConfig
 from workers.kv_transfer.keeper_client import KeeperClient
 fields = json.loads(sys.argv[1])
 client = KeeperClient(KeeperConfig(**{**fields, "owner": tuple(fields["owner"])}))

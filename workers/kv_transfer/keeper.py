@@ -221,6 +221,7 @@ class Keeper:
             for name in self._forgotten:
                 self._disk.forget(name)
             self._forgotten.clear()
+            self._follow_evictions()  # before the answer, behind which a rank looks for names
 
     def _on_reserve(self, client: _Client, places: list[Place]) -> list[list[int] | None]:
         """Return the units of each of `places` to fill; None where contents are there, or have no room."""

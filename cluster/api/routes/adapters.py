@@ -11,15 +11,20 @@ from starlette.responses import PlainTextResponse, Response
 
 from cluster.api.backend import EngineBackend
 from cluster.api.routes.admin import OperatorBodies
+from cluster.errors import UnsupportedParameterError
 
 
 class LoadAdapterRequest(BaseModel):
-    """POST /v1/load_lora_adapter. `lora_path`: a folder that all ranks can read, or a name on the Hub."""
+    """POST /v1/load_lora_adapter. `lora_path`: a folder that all ranks can read, or a name on the Hub.
+
+    `load_inplace` is in the bodies of some clients of vLLM; true, which replaces a loaded adapter, is refused.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     lora_name: str = Field(min_length=1, max_length=512)
     lora_path: str = Field(min_length=1, max_length=4096)
+    load_inplace: bool = False
 
 
 class UnloadAdapterRequest(BaseModel):
@@ -40,6 +45,11 @@ def add_adapter_routes(
     async def load_lora_adapter(request: Request) -> Response:
         """Load an adapter into all ranks."""
         wanted = await bodies.parse(request, LoadAdapterRequest)
+        if wanted.load_inplace:
+            raise UnsupportedParameterError(
+                "load_inplace = true is not supported; unload the adapter, then load it",
+                param="load_inplace",
+            )
         await backend_provider().load_adapter(wanted.lora_name, wanted.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' added successfully.")
 
