@@ -37,7 +37,7 @@ class SessionBytes:
     ) -> "SessionBytes":
         """Return the bytes for a model in the layouts of its backends."""
         groups = selection.attention_class.kv_groups(shape.attention_specs)
-        draft = load_draft_config(config.speculation, model)
+        draft = load_draft_config(config.speculation, config.model, model)
         groups += () if draft is None else draft.kv_groups(config.cache)
         linear, block_size = selection.linear_attention_class, config.cache.block_size
         return cls(

@@ -82,7 +82,7 @@ def rank_rows(
         graph_bytes = of_graph.step + _model_bytes(config, model, shape.dtype, graphs.largest)
     dtype = config.model.dtype
     assert dtype != "auto", "a RankConfig has the checkpoint's dtype in its place"
-    draft = load_draft_config(config.speculation, model)
+    draft = load_draft_config(config.speculation, config.model, model)
     models = [model, *([] if draft is None else [draft.layers])]
     state_bytes = _state_bytes(config, selection, shape)
     session = SessionBytes.of(config, model, selection, shape)
