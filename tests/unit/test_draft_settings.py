@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from cluster.commands.check import check
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from cluster.config.resolve import resolve_rank_config
@@ -13,6 +14,7 @@ from tests.checkpoints.eagle3 import make_eagle3
 from tests.family_cases import family_checkpoint
 from workers.models.draft_config import load_draft_config
 from workers.models.registry import load_model_config
+from workers.rank.device_memory import size
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +103,23 @@ def test_a_draft_model_takes_memory(folder: Path, monkeypatch: pytest.MonkeyPatc
     heads = load(folder, {"method": "mtp"}, "heads", weights="dummy")
     found = load_draft_config(heads.speculation, heads.model, load_model_config(heads.model.folder))
     assert found is not None and found.eagle is None and found.layers.num_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "block"),
+    [
+        ({"method": "eagle3", "draft_model": "draft"}, "target", 2 * 2 * 16),
+        ({"method": "mtp"}, "base", 2 * 2 * 32),
+    ],
+)
+def test_check_names_the_memory_of_a_draft_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any], model: str, block: int
+) -> None:
+    """Keys and values of a token, in float32, and the tensors of the files."""
+    monkeypatch.chdir(folder)
+    plain, drafting = (check(load(folder, it, model), num_api_keys=0) for it in ({}, method))
+    weights = drafting.ranks[0].weight_bytes - plain.ranks[0].weight_bytes
+    assert weights == drafting.ranks[0].draft_bytes > 0 and not plain.ranks[0].draft_bytes
+    words = f"weights of the draft model {size(weights)}, its part of each KV block {size(16 * 4 * block)}"
+    assert drafting.steps["speculation"].endswith(words)
+    assert "draft model" not in plain.steps["speculation"]
