@@ -126,7 +126,7 @@ def traffic(seed: int, num_steps: int, num_ranks: int) -> list[Event]:
 
 def constrained(chance: random.Random) -> SamplingParams:
     """An output of few letters that a grammar allows, and the end of it."""
-    grammar = f"start: /[ab]{{{chance.choice([3, 12, 30])}}}c{{2}}/"
+    grammar = f"start: /([ab][cd][ef]){{{chance.choice([1, 4, 10])}}}/"
     ends = frozenset({256, 258})
     seeded = {"temperature": chance.choice([0.0, 1.0]), "seed": chance.randrange(99)}
     return SamplingParams(max_tokens=40, grammar=grammar, stop_token_ids=ends, **seeded)
@@ -202,7 +202,7 @@ def test_random_traffic_with_drafts(
     assert sum(result.num_preemptions for result in results) > 0
     assert ubatch == any(result.num_microbatched for result in results)
     accepted = sum(result.num_accepted_tokens for result in results)
-    assert accepted > 100
+    assert accepted > 80
     compare(events, results, answers)
 
 
