@@ -124,7 +124,10 @@ def speculation_line(
     draft = ""
     if speculation.uses_model:
         weights = size(max(row.draft_bytes for row in ranks))
-        draft = f", weights of the draft model {weights}, its part of each KV block {size(session.draft_block)}"
+        share = 100 * session.draft_block / session.block
+        draft = (
+            f", weights of the draft model {weights}, its K and V {share:.1f} % of each KV block"
+        )
     return (
         f"{speculation.method}: up to {speculation.num_draft_tokens} drafts of a sequence in a step, {chosen}; "
         f"{more} more rows of logits take {size(4 * more * model.vocab_size)}{states}{draft}"
