@@ -41,6 +41,9 @@ def _file_chunk(answer: Answer, chunk: dict[str, Any], now: float) -> None:
         answer.completion_tokens = usage.get("completion_tokens")
         details = usage.get("prompt_tokens_details") or {}
         answer.cached_tokens = details.get("cached_tokens")
+        details = usage.get("completion_tokens_details") or {}
+        answer.accepted_drafts = details.get("accepted_prediction_tokens")
+        answer.rejected_drafts = details.get("rejected_prediction_tokens")
     if any(_has_output(choice) for choice in chunk.get("choices") or ()):
         answer.chunk_times.append(now)
 

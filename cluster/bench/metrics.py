@@ -1,7 +1,7 @@
 """Figures of one round of answers: rates, latencies, errors. Pure arithmetic."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -43,7 +43,8 @@ class RoundResult:
     (e2e - ttft) / (tokens - 1). itl: time between two chunks with output. worst_gap: the longest such time of each
     answer. e2e: to the last byte.
     send_lag: from when a request was due to when it was sent. Tokens are None where the server
-    sent no usage. unfinished: requests cut off by the end of an interrupted round; no other figure has them.
+    sent no usage, drafts where its usage has none. unfinished: requests cut off by the end of an interrupted round; no
+    other figure has them.
     """
 
     duration_s: float
@@ -53,6 +54,8 @@ class RoundResult:
     prompt_tokens: int | None
     cached_tokens: int | None
     output_tokens: int | None
+    draft_tokens: int | None
+    accepted_draft_share: float | None
     chunks: int
     max_in_flight: int
     requests_per_s: float
@@ -84,6 +87,8 @@ def summarise(
     output_tokens = _total([answer.completion_tokens for answer in good])
     both = None if prompt_tokens is None or output_tokens is None else prompt_tokens + output_tokens
     cached = [a.cached_tokens for a in good if a.cached_tokens is not None]
+    accepted = _known(answer.accepted_drafts for answer in good)
+    drafts = accepted + _known(answer.rejected_drafts for answer in good)
     chunks = sum(len(answer.chunk_times) for answer in good)
     gaps = [np.diff(answer.chunk_times) for answer in good if len(answer.chunk_times) > 1]
     return RoundResult(
@@ -94,6 +99,8 @@ def summarise(
         prompt_tokens=prompt_tokens,
         cached_tokens=sum(cached) if cached else None,
         output_tokens=output_tokens,
+        draft_tokens=drafts or None,
+        accepted_draft_share=round(accepted / drafts, 4) if drafts else None,
         chunks=chunks,
         max_in_flight=_max_in_flight(ended),
         requests_per_s=_rate(len(good), duration, 3) or 0.0,
@@ -134,6 +141,11 @@ def _total(counts: Sequence[int | None]) -> int | None:
     """Return the sum; None if a value is unknown, because a sum of some values would be misread."""
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
+
+
+def _known(counts: Iterable[int | None]) -> int:
+    """Return the sum of the values that are known."""
+    return sum(count for count in counts if count is not None)
 
 
 def _rate(count: int | None, duration_s: float, digits: int) -> float | None:

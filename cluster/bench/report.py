@@ -92,6 +92,8 @@ def _row(round_index: int, answer: Answer, zero: float) -> dict[str, Any]:
         "prompt_tokens": answer.prompt_tokens,
         "cached_tokens": answer.cached_tokens,
         "output_tokens": answer.completion_tokens,
+        "accepted_drafts": answer.accepted_drafts,
+        "rejected_drafts": answer.rejected_drafts,
         "chunks_s": [round(time - zero, 6) for time in answer.chunk_times],
         "error": answer.error,
     }
@@ -158,6 +160,9 @@ def _add_figures(table: Table, load: Mapping[str, Any], medians: list[dict[str, 
             table.add_row(f"{label}, {part} (ms)", *(_number(m[key][part]) for m in medians))
     for key in ("prompt_tokens", "cached_tokens", "output_tokens", "max_in_flight"):
         table.add_row(key.replace("_", " "), *(_number(m[key], 0) for m in medians))
+    shares = [median["accepted_draft_share"] for median in medians]
+    if any(share is not None for share in shares):
+        table.add_row("accepted drafts", *map(_share, shares))
     table.add_row("errors", *(_errors(median["errors"]) for median in medians))
 
 

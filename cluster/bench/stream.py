@@ -34,6 +34,8 @@ class Answer:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    accepted_drafts: int | None = None
+    rejected_drafts: int | None = None
     error: str | None = None
     sent: float = 0.0
     refusal: str = ""

@@ -144,7 +144,7 @@ def check(
             "cuda_graphs": graph_reason,
             **overlap,
             "cascade": cascade_line(rank_config, selection, model),
-            "speculation": speculation_line(rank_config, model),
+            "speculation": speculation_line(rank_config, model, ranks, session),
         },
         tiers=tier_lines(rank_config, session),
         alternatives=alternatives(selection, unavailable, shape),

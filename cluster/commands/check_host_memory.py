@@ -21,12 +21,14 @@ GIB = 2**30
 class SessionBytes:
     """Bytes of the KV of a session outside the device.
 
-    block    of a block of all layers
+    block    of a block of all layers, those of a draft model too:
+    draft_block  of a block of the layers of a draft model
     state    of the states of linear attention at the end of a prompt, the only ones that its next turn needs
     window_blocks  blocks of its last window, for layers with one
     """
 
     block: int
+    draft_block: int
     state: int
     window_blocks: int
     block_size: int
@@ -37,11 +39,13 @@ class SessionBytes:
     ) -> "SessionBytes":
         """Return the bytes for a model in the layouts of its backends."""
         groups = selection.attention_class.kv_groups(shape.attention_specs)
-        draft = load_draft_config(config.speculation, model)
-        groups += () if draft is None else draft.kv_groups(config.cache)
+        draft = load_draft_config(config.speculation, config.model, model)
+        drafting = () if draft is None else draft.kv_groups(config.cache)
         linear, block_size = selection.linear_attention_class, config.cache.block_size
+        of_draft = kv_block_bytes(drafting, block_size, shape.dtype.itemsize)
         return cls(
-            kv_block_bytes(groups, block_size, shape.dtype.itemsize),
+            kv_block_bytes(groups, block_size, shape.dtype.itemsize) + of_draft,
+            of_draft,
             0 if linear is None else linear.slot_bytes(shape.linear_specs, shape.dtype),
             KVDemand(block_size, model.window).window_blocks,
             block_size,

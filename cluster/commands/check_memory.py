@@ -28,6 +28,7 @@ INT64 = 8
 class RankRow:
     """One rank: its place, its experts, its memory.
 
+    weight_bytes   with those of a draft model, which are draft_bytes
     kv_bytes       KV cache; None if the rank measures the size when it starts
     state_bytes    states of linear attention, of running sequences and of prefixes, and inputs of drafts beside them
     adapter_bytes  slots of LoRA adapters
@@ -47,6 +48,7 @@ class RankRow:
     graph_bytes: int
     state_bytes: int = 0
     adapter_bytes: int = 0
+    draft_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
@@ -82,8 +84,7 @@ def rank_rows(
         graph_bytes = of_graph.step + _model_bytes(config, model, shape.dtype, graphs.largest)
     dtype = config.model.dtype
     assert dtype != "auto", "a RankConfig has the checkpoint's dtype in its place"
-    draft = load_draft_config(config.speculation, model)
-    models = [model, *([] if draft is None else [draft.layers])]
+    draft = load_draft_config(config.speculation, config.model, model)
     state_bytes = _state_bytes(config, selection, shape)
     session = SessionBytes.of(config, model, selection, shape)
     copies = buffer_bytes(config, session.block, session.state)
@@ -100,13 +101,15 @@ def rank_rows(
     head_bytes = draft_head_bytes(model, fp8_dense=selection.fp8_dense) if with_mtp else 0
     table = []
     for rank in dims.ranks():
+        draft_bytes = 0 if draft is None else head_bytes + weight_bytes(draft.layers, rank=rank)
         row = RankRow(
             rank=rank,
             node=dims.node(rank),
             device=f"cuda:{dims.local_rank(rank)}" if config.device == "cuda" else "cpu",
             experts=_expert_range(expert_map.experts_of(rank), config.experts.redundant_slots),
             adapter_bytes=slots_bytes(model, config, rank),
-            weight_bytes=head_bytes + sum(weight_bytes(part, rank=rank) for part in models),
+            weight_bytes=weight_bytes(model, rank=rank) + draft_bytes,
+            draft_bytes=draft_bytes,
             kv_bytes=None,
             buffer_bytes=held.kept
             + step

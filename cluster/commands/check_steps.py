@@ -1,9 +1,11 @@
 """How the steps of a configuration will run: in CUDA graphs or not, whole or in ubatches, and why."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from cluster.commands.check_host_memory import SessionBytes
+from cluster.commands.check_memory import RankRow
 from cluster.config.errors import ConfigError, Problem
 from kernels.all2all.base import AllToAll
 from kernels.backends.select import Selection
@@ -97,8 +99,10 @@ def cascade_line(config: RankConfig, selection: Selection, model: ModelConfig) -
     )
 
 
-def speculation_line(config: RankConfig, model: ModelConfig) -> str:
-    """The drafter, and the memory that drafts add: rows with logits, and their inputs beside states."""
+def speculation_line(
+    config: RankConfig, model: ModelConfig, ranks: Sequence[RankRow], session: SessionBytes
+) -> str:
+    """The drafter, and the memory that drafts add: rows with logits, inputs beside states, a draft model."""
     speculation = config.speculation
     if speculation.method == "off":
         head = (
@@ -117,9 +121,16 @@ def speculation_line(config: RankConfig, model: ModelConfig) -> str:
         each = sum(spec.draft_bytes(DTYPE_BYTES[dtype]) for spec in specs)
         inputs = size((1 + config.scheduler.max_num_seqs) * each)
         states = f", inputs of drafts beside the states of linear attention {inputs}"
+    draft = ""
+    if speculation.uses_model:
+        weights = size(max(row.draft_bytes for row in ranks))
+        share = 100 * session.draft_block / session.block
+        draft = (
+            f", weights of the draft model {weights}, its K and V {share:.1f} % of each KV block"
+        )
     return (
         f"{speculation.method}: up to {speculation.num_draft_tokens} drafts of a sequence in a step, {chosen}; "
-        f"{more} more rows of logits take {size(4 * more * model.vocab_size)}{states}"
+        f"{more} more rows of logits take {size(4 * more * model.vocab_size)}{states}{draft}"
     )
 
 

@@ -44,7 +44,7 @@ def _check_draft_model(config: PhalanxConfig, model: ModelConfig | None) -> Iter
     """The problem of a draft model, or of a checkpoint without one."""
     if model is not None:
         try:
-            load_draft_config(config.speculation, model)
+            load_draft_config(config.speculation, config.model, model)
         except ModelConfigError as error:
             key, _, message = str(error).partition(": ")
             yield Problem(key, message, ("speculation.method", "model.path"))

@@ -60,7 +60,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         groups = group_layers(
             map(layout_of, cache.cached(model_config.attention_specs)), model_config.windows
         )
-        draft = load_draft_config(speculation, model_config)
+        draft = load_draft_config(speculation, config.model, model_config)
         groups += () if draft is None else draft.kv_groups(cache)
         limits = resolve_scheduler(config.scheduler, device, max_model_len)
         demand = KVDemand(cache.block_size, model_config.window, limits.max_num_batched_tokens)

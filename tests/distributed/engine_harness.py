@@ -46,6 +46,7 @@ class RankResult:
     num_accepted_tokens: int = 0
     images_computed: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, int] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     work: OwnWork = field(default_factory=OwnWork)
 
@@ -153,6 +154,9 @@ def run_rank(
             result.cached_tokens.setdefault(output.request_id, 0)
             result.cached_tokens[output.request_id] += output.num_cached_tokens
             result.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.drafts is not None:
+                result.accepted.setdefault(output.request_id, 0)
+                result.accepted[output.request_id] += output.drafts[0]
             if output.logprobs is not None:
                 result.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
             if output.prompt_logprobs is not None:

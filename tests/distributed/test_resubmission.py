@@ -6,6 +6,7 @@ never seen it, and must get the rest: tokens, log-probabilities and finish reaso
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.distributed.engine_harness import (
     rank_config,
     run_engines,
 )
+from tests.late_drafts import run_rank_rightly
 from workers.wire.request import EngineRequest
 
 ENDS = frozenset({256, 258})
@@ -77,15 +79,19 @@ def requests() -> dict[str, EngineRequest]:
     }
 
 
-def run(rank_pool, checkpoint: Path, requests: list[EngineRequest], **sections) -> RankResult:
-    """All requests on two ranks, their results as one."""
+def run(
+    rank_pool, checkpoint: Path, requests: list[EngineRequest], function=None, **sections
+) -> RankResult:
+    """All requests on two ranks, their results as one; function: as of run_engines."""
     config = rank_config(checkpoint, 2, model={"max_model_len": 256}, **sections)
     events = [Event(i % 5, i % 2, request) for i, request in enumerate(requests)]
-    first, second = run_engines(rank_pool, config, events)
+    first, second = run_engines(rank_pool, config, events, function=function)
     for name in ("tokens", "reasons", "errors", "logprobs", "prompt_logprobs", "cached_tokens"):
         getattr(first, name).update(getattr(second, name))
     first.num_preemptions += second.num_preemptions
     first.prefix_cache_hits += second.prefix_cache_hits
+    first.num_draft_tokens += second.num_draft_tokens
+    first.num_accepted_tokens += second.num_accepted_tokens
     return first
 
 
@@ -111,6 +117,16 @@ def whole(rank_pool, checkpoint, requests) -> RankResult:
 )
 def test_the_rest_of_every_answer(rank_pool, checkpoint, requests, whole, sections, asynchronous):
     scheduler = {"async_scheduling": asynchronous, **sections.get("scheduler", {})}
+    again = cut_at_places(requests, whole)
+    found = run(rank_pool, checkpoint, again, **{**sections, "scheduler": scheduler})
+    assert not found.errors
+    assert (found.num_preemptions > 3) == ("num_blocks" in sections.get("cache", {}))
+    assert (found.prefix_cache_hits > 0) == ("prefix_caching" not in sections.get("cache", {}))
+    assert_rests(found, whole, again)
+
+
+def cut_at_places(requests: dict[str, EngineRequest], whole: RankResult) -> list[EngineRequest]:
+    """Return all requests with several beginnings of their answers."""
     again = []
     for name, request in requests.items():
         tokens = whole.tokens[name]
@@ -120,10 +136,11 @@ def test_the_rest_of_every_answer(rank_pool, checkpoint, requests, whole, sectio
             for cut in cuts
         ]
     random.Random(1).shuffle(again)
-    found = run(rank_pool, checkpoint, again, **{**sections, "scheduler": scheduler})
-    assert not found.errors
-    assert (found.num_preemptions > 3) == ("num_blocks" in sections.get("cache", {}))
-    assert (found.prefix_cache_hits > 0) == ("prefix_caching" not in sections.get("cache", {}))
+    return again
+
+
+def assert_rests(found: RankResult, whole: RankResult, again: list[EngineRequest]) -> None:
+    """Check that each answer goes on where its beginning ends."""
     assert not found.prompt_logprobs, "sent with the first output of the first epoch"
     assert not any(found.cached_tokens.values()), "counted in the first epoch"
     for request in again:
@@ -139,6 +156,43 @@ def test_the_rest_of_every_answer(rank_pool, checkpoint, requests, whole, sectio
             for got, want in zip(logprobs, expected[int(cut) :], strict=True):
                 assert got.rank == want.rank
                 assert got.logprob == pytest.approx(want.logprob, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def with_head(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("resubmission-mtp") / "model"
+    heads = {"num_nextn_predict_layers": 1, "mtp": True}
+    return make_checkpoint(path, family="glm4_moe", num_layers=2, hidden_size=32, **heads)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["in turn", "asynchronous"])
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_the_rest_of_every_answer_with_drafts(rank_pool, with_head, requests, method, asynchronous):
+    """Drafts of both epochs are verified, and an answer begins with tokens that no step of its rank has drawn."""
+    whole = run(rank_pool, with_head, list(requests.values()))
+    again = cut_at_places(requests, whole)
+    if method == "ngram":  # which finds text, so the answer is predicted
+        again = [with_prediction(it, whole.tokens) for it in again]
+    answers = {it.request_id: whole.tokens[it.request_id.rsplit(" ", 1)[0]] for it in again}
+    found = run(
+        rank_pool,
+        with_head,
+        again,
+        None if method == "ngram" else partial(run_rank_rightly, answers, 3),
+        scheduler={"async_scheduling": asynchronous},
+        cache={"num_blocks": 14, "block_size": 8},
+        speculation={"method": method, "num_draft_tokens": 3, "adaptive": False},
+    )
+    assert not found.errors and found.num_preemptions > 3
+    assert_rests(found, whole, again)
+    assert found.num_draft_tokens > found.num_accepted_tokens > 100
+
+
+def with_prediction(request: EngineRequest, tokens: dict[str, list[int]]) -> EngineRequest:
+    """Return a request that predicts its answer, of which every eighth token is wrong."""
+    answer = tokens[request.request_id.rsplit(" ", 1)[0]]
+    predicted = tuple(1 if place % 8 == 7 else it for place, it in enumerate(answer))
+    return replace(request, params=replace(request.params, prediction_token_ids=predicted))
 
 
 def test_an_answer_that_has_ended_is_refused(rank_pool, checkpoint, requests):

@@ -1,16 +1,21 @@
 """Engines that speculate on one and more ranks: the tokens of engines that do not."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
-from tests.distributed.test_random_traffic import compare_with_alone, random_traffic
-from workers.wire.request import EngineRequest
+from tests.distributed.test_draft_models import drafting
+from tests.distributed.test_random_traffic import answers_alone, compare, random_traffic
+from tests.late_drafts import run_rank_rightly
+from workers.wire.request import EngineRequest, SamplingParams
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_experts": 8, "vocab_size": 320}
 
@@ -106,24 +111,42 @@ def test_tokens_equal_those_without_speculation(
 
 
 def traffic(seed: int, num_steps: int, num_ranks: int) -> list[Event]:
-    """Random arrivals and aborts, with prompts and outputs that repeat."""
-    chance = random.Random(seed)
+    """Random arrivals and aborts, with prompts and outputs that repeat, and grammars."""
+    chance, grammars = random.Random(seed), random.Random(seed + 1)
     events = []
     for event in random_traffic(chance, num_steps, num_ranks):
         if event.request is not None:
             changed = repeating(chance, event.request.request_id)
+            if grammars.random() < 0.2:
+                changed = replace(changed, params=constrained(grammars))
             event = replace(event, request=changed)
         events.append(event)
     return events
 
 
+def constrained(chance: random.Random) -> SamplingParams:
+    """An output of few letters that a grammar allows, and the end of it."""
+    grammar = f"start: /([ab][cd][ef]){{{chance.choice([1, 4, 10])}}}/"
+    ends = frozenset({256, 258})
+    seeded = {"temperature": chance.choice([0.0, 1.0]), "seed": chance.randrange(99)}
+    return SamplingParams(max_tokens=40, grammar=grammar, stop_token_ids=ends, **seeded)
+
+
+OF_MODELS = product(("glm4_moe", "qwen3_next", "eagle3"), ((True, True), (False, False)))
+
+
 @pytest.mark.parametrize(
-    ("family", "all2all", "asynchronous", "ubatch", "adaptive", "num_steps"),
+    ("family", "method", "all2all", "asynchronous", "ubatch", "adaptive", "num_steps"),
     [
-        ("qwen3_moe", "shm", True, False, False, 80),
-        ("qwen3_next", "shm", True, False, True, 60),
+        ("qwen3_moe", "ngram", "shm", True, False, False, 80),
+        ("qwen3_next", "ngram", "shm", True, False, True, 60),
+        ("qwen3_next", "mtp", "shm", True, True, False, 60),
+        ("eagle3", "eagle3", "shm", False, False, False, 60),
         *(
-            pytest.param(family, *case, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])
+            pytest.param(
+                *(family, "ngram", *case),
+                marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)],
+            )
             for family in ("qwen3_moe", "qwen3_next")
             for case in (
                 ("shm", False, True, True, 2000),
@@ -131,16 +154,35 @@ def traffic(seed: int, num_steps: int, num_ranks: int) -> list[Event]:
                 ("torch_dist", False, False, False, 500),
             )
         ),
+        *(
+            pytest.param(
+                *(family, family if family == "eagle3" else "mtp", "shm", *modes, adaptive, 500),
+                marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)],
+            )
+            for number, (family, modes) in enumerate(OF_MODELS)
+            for adaptive in [number % 4 == 1]
+        ),
     ],
 )
 def test_random_traffic_with_drafts(
-    rank_pool, tmp_path, family, all2all, asynchronous, ubatch, adaptive, num_steps
+    rank_pool, tmp_path, family, method, all2all, asynchronous, ubatch, adaptive, num_steps
 ):
-    """Ranks that speculate, that have prompts alone and that are idle; aborts and preemptions."""
+    """Ranks that speculate, that have prompts alone and that are idle; aborts, preemptions and grammars."""
     num_ranks = 4
-    checkpoint = make_checkpoint(tmp_path, family=family, **SMALL)
+    function: Callable[..., Any] | None = None
+    if method == "ngram":
+        checkpoint, speculation = (
+            make_checkpoint(tmp_path, family=family, **SMALL),
+            {"method": method},
+        )
+    else:
+        checkpoint, speculation = drafting(tmp_path, family)
     events = traffic(num_steps, num_steps, num_ranks)
     limits = {"model": {"max_model_len": 112}, "cache": {"num_blocks": 28, "block_size": 4}}
+    alone = rank_config(checkpoint, 1, scheduler={"max_num_seqs": 1}, **limits)
+    answers = answers_alone(rank_pool, alone, events)
+    if method != "ngram":
+        function = partial(run_rank_rightly, answers, 3)
     config = rank_config(
         checkpoint,
         num_ranks,
@@ -151,16 +193,17 @@ def test_random_traffic_with_drafts(
             "async_scheduling": asynchronous,
         },
         overlap={"mode": "on" if ubatch else "off", "min_decode_tokens": 3},
-        speculation={"method": "ngram", "num_draft_tokens": 3, "adaptive": adaptive},
+        speculation=speculation | {"num_draft_tokens": 3, "adaptive": adaptive},
         **limits,
     )
-    results = run_engines(rank_pool, config, events, max_steps=20 * num_steps, timeout_s=600)
+    bounds = {"max_steps": 20 * num_steps, "timeout_s": 600}
+    results = run_engines(rank_pool, config, events, function=function, **bounds)
     assert len({result.num_steps for result in results}) == 1
     assert sum(result.num_preemptions for result in results) > 0
+    assert ubatch == any(result.num_microbatched for result in results)
     accepted = sum(result.num_accepted_tokens for result in results)
-    assert accepted > 0 or adaptive
-    alone = rank_config(checkpoint, 1, scheduler={"max_num_seqs": 1}, **limits)
-    compare_with_alone(rank_pool, alone, events, results)
+    assert accepted > 80
+    compare(events, results, answers)
 
 
 def test_a_cache_in_eight_bits(rank_pool, tmp_path: Path):

@@ -11,17 +11,17 @@ from typing import Any
 
 STEP_S = 0.01
 
-
 Event = dict[str, Any]
+Drafts = tuple[int, int] | None  # accepted and rejected
 
 
 @dataclass(frozen=True)
 class Form:
-    """The events of one endpoint: begin(prompt tokens), text(text), end(prompt, output, cached tokens)."""
+    """The events of one endpoint: begin(prompt tokens), text(text), end(prompt, output, cached tokens, drafts)."""
 
     begin: Callable[[int], list[Event]]
     text: Callable[[str], Event]
-    end: Callable[[int, int, int | None], list[Event]]
+    end: Callable[[int, int, int | None, Drafts], list[Event]]
 
 
 def chat_chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
@@ -32,21 +32,24 @@ def text_chunk(text: str, finish: str | None = None) -> Event:
     return {"choices": [{"index": 0, "text": text, "finish_reason": finish}], "usage": None}
 
 
-def usage_chunk(num_prompt: int, num_output: int, cached: int | None) -> Event:
+def usage_chunk(num_prompt: int, num_output: int, cached: int | None, drafts: Drafts) -> Event:
     usage: dict[str, Any] = {"prompt_tokens": num_prompt, "completion_tokens": num_output}
     if cached is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
+    if drafts is not None:
+        names = "accepted_prediction_tokens", "rejected_prediction_tokens"
+        usage["completion_tokens_details"] = dict(zip(names, drafts, strict=True))
     return {"choices": [], "usage": usage}
 
 
-def completed(num_prompt: int, num_output: int, cached: int | None) -> Event:
+def completed(num_prompt: int, num_output: int, cached: int | None, _drafts: Drafts) -> Event:
     details = {"cached_tokens": cached or 0}
     usage = {"input_tokens": num_prompt, "output_tokens": num_output}
     response = {"usage": usage | {"input_tokens_details": details}}
     return {"type": "response.completed", "response": response}
 
 
-def message_delta(num_prompt: int, num_output: int, cached: int | None) -> Event:
+def message_delta(num_prompt: int, num_output: int, cached: int | None, _drafts: Drafts) -> Event:
     usage = {"input_tokens": num_prompt - (cached or 0), "output_tokens": num_output}
     return {"type": "message_delta", "usage": usage | {"cache_read_input_tokens": cached or 0}}
 
@@ -97,6 +100,7 @@ class FakeServer:
     tokens_per_chunk: int = 2
     serial: bool = False
     cached_tokens: int | None = None
+    drafts: Drafts = None
     clock: Callable[[], float] = time.perf_counter
     stamps: list[Stamps] = field(default_factory=list)
     takes_ids: bool = True
@@ -179,7 +183,7 @@ class FakeServer:
                 writer.transport.abort()
                 return
         num_prompt = len(prompt) + 10 if path != "/v1/completions" else len(prompt)
-        last = form.end(num_prompt, num_tokens, self.cached_tokens)
+        last = form.end(num_prompt, num_tokens, self.cached_tokens, self.drafts)
         await self._events(writer, last if self.sends_usage else last[:1])
         await self._write(writer, self._framed(b"data: [DONE]\n\n"))
         if not self.length_framing:

@@ -31,7 +31,7 @@ def bench(*arguments: str | Path) -> Result:
 def test_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "secret-key")
     json_path = tmp_path / "figures.json"
-    fake, other = FakeServer(cached_tokens=3), FakeServer()
+    fake, other = FakeServer(cached_tokens=3, drafts=(3, 1)), FakeServer()
     with serving(fake, other) as (url, other_url):
         options = [*SHORT.split(), "--goodput", "ttft:60000", "--goodput", "e2e:1"]
         options += ["--api-key-env", "MY_KEY", "--save-requests", "--rounds", "2"]
@@ -55,11 +55,16 @@ def test_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     median = first["median"]
     assert f"{median['output_tokens_per_s']:,.1f}" in result.stdout
     assert (median["cached_tokens"], second["median"]["cached_tokens"]) == (12, None)
+    assert (median["draft_tokens"], median["accepted_draft_share"]) == (4 * 4, 0.75)
+    assert second["median"]["accepted_draft_share"] is None
+    (line,) = (line for line in result.stdout.splitlines() if "accepted drafts" in line)
+    assert line.split()[2:] == ["75.0", "%", "-"]
     assert median["goodput"]["share"] == 0.0
     assert median["goodput"]["met"] == {"ttft": 1.0, "e2e": 0.0}
     assert [row["round"] for row in first["requests"]] == [0] * 4 + [1] * 4
     row = first["requests"][0]
     assert row["output_tokens"] == 4
+    assert (row["accepted_drafts"], row["rejected_drafts"]) == (3, 1)
     assert len(row["chunks_s"]) == 2
     for words in (
         "time to first token, p99",
@@ -146,6 +151,7 @@ def test_remarks_on_figures_not_to_trust() -> None:
         ]
         result = bench(*SHORT.split(), *options, f"--url=a={known}", f"--url=b={silent}")
     assert result.exit_code == 0, result.output
+    assert "accepted drafts" not in result.stdout
     remarks = result.stdout.splitlines()[-4:]
     assert [remark[:14] for remark in remarks] == [
         "a: has these p",

@@ -49,6 +49,18 @@ def test_closed_loop_by_known_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.total_tokens_per_s == pytest.approx((96 + 240) / 0.36, abs=0.1)
 
 
+def test_drafts_are_those_that_usage_counts() -> None:
+    """Answers without drafts have no counts; without any draft there is no share."""
+
+    def answer(*counts: int | None) -> Answer:
+        return Answer(0.0, ended=1.0, accepted_drafts=counts[0], rejected_drafts=counts[1])
+
+    result = summarise([answer(6, 2), answer(None, None), answer(0, 4)], 0.0)
+    assert (result.draft_tokens, result.accepted_draft_share) == (12, 0.5)
+    for none in ([answer(None, None)], [answer(0, 0)], []):
+        assert summarise(none, 0.0).accepted_draft_share is None
+
+
 def test_the_worst_gap_counts_once_for_each_answer() -> None:
     """Two streams with one long gap each among short ones: no percentile of all gaps shows how each stream fared."""
 

@@ -125,6 +125,8 @@ def test_eagle3_reads_the_middle_of_its_target_by_default(tmp_path: Path) -> Non
         ("speculators", {"fc_norm": True}, ["fc_norm is true"]),
         ("speculators", {"speculators_model_type": "eagle"}, ['"eagle"', '"eagle3"']),
         ("eagle", {"architectures": ["LlamaForCausalLM"]}, ["LlamaForCausalLM", "supported"]),
+        ("eagle", {"architectures": []}, ["architectures is []", "supported"]),
+        ("eagle", {"architectures": [["Eagle3Speculator"]]}, ["architectures is [[", "supported"]),
         ("eagle", {"mask_token_id": 7}, ["mask_token_id is 7", "unknown key"]),
     ],
 )

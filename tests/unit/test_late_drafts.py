@@ -12,7 +12,7 @@ import torch
 
 from kernels.host.host_copy import HostCopies
 from tests.distributed.engine_harness import make_request, rank_config
-from tests.late_drafts import with_tokens
+from tests.late_drafts import right_drafts
 from tests.unit.test_draft_engine import checkpoints, folder, run
 from tests.unit.test_draft_graphs import DEPTH, SMALL, Captured
 from tests.unit.test_speculation import new_tokens
@@ -44,19 +44,15 @@ class Late:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[int]]):
-        self.answers, self.num_late, self.early = answers, 0, 0
-        self.num_unknown = self.num_behind = 0
+        self.num_late = self.early = self.num_unknown = self.num_behind = 0
         self._unread: StepDrafts | None = None
-        run_passes, put = DraftPasses.run, DraftStore.put
+        run_passes, put = right_drafts(answers, DEPTH), DraftStore.put
         settle, resolve, read = DraftStore.settle, DraftStore.resolve, StepDrafts.read
 
         def run_right(passes: DraftPasses, scheduled: ScheduledBatch, *rest: Any) -> Drafted:
             found = run_passes(passes, scheduled, *rest)
             has_drafts = scheduled.draft_token_ids is not None
             self.num_behind += has_drafts and self._unread is not None
-            _, _, _, token_L, counts_B = rest
-            scheduled = with_tokens(scheduled, passes.last_tokens)
-            self._correct(scheduled, found, token_L.numpy(), counts_B)
             return found
 
         def put_unread(store: DraftStore, *arguments: Any) -> StepDrafts:
@@ -92,22 +88,6 @@ class Late:
         monkeypatch.setattr(DraftStore, "settle", settle_now)
         monkeypatch.setattr(DraftStore, "resolve", count_late)
         monkeypatch.setattr(StepDrafts, "read", read_later)
-
-    def _correct(
-        self,
-        scheduled: ScheduledBatch,
-        found: Drafted,
-        drawn_L: np.ndarray,
-        counts_B: np.ndarray | None,
-    ) -> None:
-        last = found.rows.last(found.rows.counts(scheduled, drawn_L, counts_B))
-        for row, seq, position in zip(found.drafts_SK, last.seqs, last.positions, strict=True):
-            request = scheduled.seqs[seq].request
-            place = int(position) + 2 - len(request.prompt_token_ids)
-            answer = self.answers.get(request.request_id, [])  # none of the warm-up
-            right = answer[place : place + place % (DEPTH + 1)]
-            count = min(len(right), int((row >= 0).sum()))
-            row[:count] = torch.tensor(right[:count])
 
 
 @pytest.mark.parametrize("method", ["mtp", "eagle3"])

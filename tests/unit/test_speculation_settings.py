@@ -181,6 +181,8 @@ WRONG_PREDICTIONS = [
     {"type": "image"},
     {"type": "content", "content": 3},
     {"type": "content", "content": [{"type": "text"}]},
+    {"type": "content", "content": "\ud800"},
+    {"type": "content", "content": [{"type": "text", "text": "a\udfff"}]},
 ]
 
 

@@ -1,7 +1,7 @@
 """Which draft model a configuration wants for a model: the head of its checkpoint, or EAGLE-3. Needs no torch."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from kernels.interface.kv_layout import KVGroup, group_layers, layout_of
@@ -10,8 +10,9 @@ from workers.models.config_reader import ModelConfigError
 from workers.models.eagle3.config import load_eagle3_config
 from workers.models.eagle3.spec import Eagle3Config
 from workers.specs.model import ModelConfig, weight_map
+from workers.specs.weight_map import mapped_name
 from workers.speculation_config import SpeculationConfig
-from workers.weights.checkpoint_files import tensor_names
+from workers.weights.checkpoint_files import ROOT, tensor_names
 
 
 @dataclass(frozen=True)
@@ -27,31 +28,36 @@ class DraftConfig:
 
 
 def auto_method(model: ModelConfig, section: ModelSection) -> Literal["mtp", "ngram"]:
-    """Return the best drafter that the checkpoint of a section has: its head, or copied text.
-
-    A config.json may have a head that the files lack.
-    """
+    """Return the best drafter that the checkpoint of a section has: its head, or copied text."""
     if model.mtp is None:
         return "ngram"
     if section.weights == "dummy":
         return "mtp"
-    stored = tensor_names(section.folder)
-    return "mtp" if any(entry.name in stored for entry in weight_map(model.mtp)) else "ngram"
+    return "mtp" if _has_head(model.mtp, tensor_names(section.folder)) else "ngram"
+
+
+def _has_head(head: ModelConfig, tensors: frozenset[str]) -> bool:
+    """Whether a checkpoint has any tensor of a head: a config.json may have a head that the files lack."""
+    stored = {mapped_name(name, head.renamed) for name in tensors}
+    names = (entry.name for entry in weight_map(head))
+    return any(name in stored or name.removeprefix(ROOT) in stored for name in names)
 
 
 def load_draft_config(
-    speculation: SpeculationConfig, model: ModelConfig, tensors: Collection[str] | None = None
+    speculation: SpeculationConfig, section: ModelSection, model: ModelConfig
 ) -> DraftConfig | None:
     """Return the draft model; None: the method has none. Raises ModelConfigError, which begins with the key.
 
-    tensors   as of load_eagle3_config
+    section   of the model; a head in files that cannot be read is no error here, because the loader reports them
     """
+    dummy = section.weights == "dummy"
     if speculation.method == "eagle3":
         if speculation.draft_model is None:
             raise ModelConfigError(
                 "speculation.draft_model: eagle3 needs the folder of a draft model"
             )
-        eagle = load_eagle3_config(speculation.draft_model, model, tensors)
+        folder = Path(speculation.draft_model)
+        eagle = load_eagle3_config(folder, model, None if dummy else tensor_names(folder))
         return DraftConfig(eagle.model, eagle)
     if speculation.draft_model is not None:
         raise ModelConfigError(
@@ -64,5 +70,12 @@ def load_draft_config(
         raise ModelConfigError(
             f"speculation.method: mtp needs a head for multi-token prediction, and this checkpoint "
             f"({model.model_type}) has none that can be run; expected ngram, or eagle3 with speculation.draft_model"
+        )
+    tensors = frozenset[str]() if dummy else tensor_names(section.folder)
+    if tensors and not _has_head(model.mtp, tensors):
+        raise ModelConfigError(
+            "speculation.method: mtp needs a head for multi-token prediction, which config.json in "
+            f"{section.folder} has and the files of weights there lack; expected ngram, or eagle3 with "
+            "speculation.draft_model"
         )
     return DraftConfig(model.mtp)

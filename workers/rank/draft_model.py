@@ -24,7 +24,6 @@ from workers.runner.draft_passes import DraftPasses
 from workers.scheduler.scheduler import Scheduler
 from workers.specs.model import ModelConfig
 from workers.weights.checkpoint_files import CheckpointError
-from workers.weights.files import read_headers
 from workers.weights.tensors import draft_head_bytes
 
 DraftHead = MtpHead | Eagle3Head
@@ -50,15 +49,13 @@ class DraftChoice:
     @classmethod
     def of(cls, config: RankConfig, model: ModelConfig, unavailable: Any) -> "DraftChoice | None":
         """Return the choice of `speculation`; None: no draft model. Raises ModelConfigError with the key to change."""
-        speculation, folder = config.speculation, config.model.folder
-        tensors = None
-        if speculation.method == "eagle3" and speculation.draft_model is not None:
-            folder = Path(speculation.draft_model)
-            tensors = _tensors(config, folder)
-        found = load_draft_config(speculation, model, tensors)
+        speculation = config.speculation
+        found = load_draft_config(speculation, config.model, model)
         if found is None:
             return None
-        draft = found.layers
+        draft, folder = found.layers, config.model.folder
+        if found.eagle is not None and speculation.draft_model is not None:
+            folder = Path(speculation.draft_model)
         shape = replace(backend_shape(config, draft), linear_specs=())
         attention = _choose_attention(config.kernels, unavailable, shape)
         return cls(draft, found.eagle, folder, attention, shape)
@@ -97,16 +94,6 @@ class DraftChoice:
             raise CheckpointError(f"speculation.{key}: {error}") from error
         if isinstance(head, Eagle3Head):
             head.share_embedding()
-
-
-def _tensors(config: RankConfig, folder: Path) -> set[str] | None:
-    """Return the names of a draft model's tensors; None where its weights are random."""
-    if config.model.weights == "dummy":
-        return None
-    try:
-        return set(read_headers(folder))
-    except CheckpointError as error:
-        raise CheckpointError(f"speculation.draft_model: {error}") from error
 
 
 def _choose_attention(config: KernelsConfig, unavailable: Any, shape: BackendShape) -> str:

@@ -12,6 +12,7 @@ from workers.hub import DESCRIPTION, INDEX_FILE, MODULE_CONFIGS, SINGLE_FILE
 
 SAMPLE_BYTES = 64 * 1024
 NUM_SAMPLES = 64
+ROOT = "model."  # of all names but heads; a checkpoint that was saved from the base model has names without it
 MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 
 

@@ -12,7 +12,7 @@ import torch
 from kernels.routing.expert_map import ExpertMap
 from workers.specs.model import ModelConfig, weight_map
 from workers.specs.weight_map import WeightEntry, WeightKind, mapped_name
-from workers.weights.checkpoint_files import CheckpointError
+from workers.weights.checkpoint_files import ROOT, CheckpointError
 from workers.weights.column_orders import check_column_orders
 from workers.weights.files import (
     TIED_HEAD,
@@ -26,7 +26,6 @@ from workers.weights.reader import SlotSource, fill_slots
 from workers.weights.slots import FourBitSlot, Progress, Slot, SlottedModel
 from workers.weights.tensors import rank_weights
 
-ROOT = "model."  # of all names but heads; a checkpoint that was saved from the base model has names without it
 HEADS = ("lm_head.", "score.")
 ROPE_TABLE = ".rotary_emb.inv_freq"  # old checkpoints hold it; it follows from config.json
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from cluster.api.request.protocol import check_text
 from cluster.errors import BadRequestError
 
 
@@ -20,6 +21,7 @@ def _text_of(part: Any) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
     if not isinstance(text, str):
         raise _error("prediction.content", "a string or a list of {type: text, text}")
+    check_text(text, "prediction.content")
     return text
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from workers.hub import INDEX_FILE, SINGLE_FILE
 from workers.models.config_reader import ConfigReader, ModelConfigError, read_json
 from workers.models.eagle3.spec import Eagle3AttentionSpec, Eagle3Config
 from workers.models.eagle3.weights import RENAMED, SKIPPED, Eagle3Names
@@ -50,10 +51,19 @@ def load_eagle3_config(
     tensors   names of the tensors of the checkpoint; None: it has all that it may have
     """
     folder = Path(path)
+    if not folder.is_dir():
+        raise ModelConfigError(
+            f"{KEY}: {folder} is not a folder; expected the folder of an EAGLE-3 draft model on this machine, because "
+            "draft models are not fetched from the Hugging Face Hub"
+        )
     try:
         raw = read_json(folder, "config.json", required=True)
     except ModelConfigError as error:
         raise ModelConfigError(f"{KEY}: {error}") from None
+    if tensors is not None and not tensors:
+        raise ModelConfigError(
+            f"{KEY}: {folder} has no weights: no {SINGLE_FILE} and no {INDEX_FILE} there can be read"
+        )
     return parse_eagle3_config(raw, target, tensors, str(folder / "config.json"))
 
 
@@ -63,7 +73,8 @@ def parse_eagle3_config(
     """Return the config of a config.json; `where` begins its errors."""
     where = f"{KEY}: {where}"
     architectures = raw.get("architectures")
-    if not isinstance(architectures, list) or not set(architectures) <= set(ARCHITECTURES):
+    known = isinstance(architectures, list) and all(it in ARCHITECTURES for it in architectures)
+    if not architectures or not known:
         raise ModelConfigError(
             f"{where}: architectures is {architectures!r}; supported: one of {list(ARCHITECTURES)}"
         )
