@@ -218,16 +218,12 @@ class HostTier(KVConnector):
             if self._client is not None and self._ready is None:
                 self._take_form(self._client)
             if self._client is not None and now >= self._counted_at + COUNTS_S:
-                self._counted_at = now
-                self._look(self._client)
+                self._counted_at, before = now, self._store
+                self._store = self._client.counts()
+                if self._store != before:
+                    self.on_ended()  # a rank that sleeps records them: files are written late
         except Exception as error:
             self._lost(error)
-
-    def _look(self, client: KeeperClient) -> None:
-        """Read the counters of the store, and let a rank that sleeps record changes: files are written late."""
-        before, self._store = self._store, client.counts()
-        if self._store != before:
-            self.on_ended()
 
     def _copies_of(self, client: KeeperClient) -> RowCopies:
         memory = torch.frombuffer(client.memory, dtype=torch.uint8)
