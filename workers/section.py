@@ -9,6 +9,6 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    """A frozen section of the YAML that refuses unknown keys."""
+    """A frozen section of the YAML that refuses unknown keys, and `.inf` and `.nan`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -30,7 +30,10 @@ class RequestWorkload(Section):
         description="Requests in flight; null = 8, and no limit with request_rate or a trace.",
     )
     request_rate: float | None = Field(
-        None, gt=0, description="Open loop: arrivals per second; .inf = all at once."
+        None,
+        gt=0,
+        allow_inf_nan=True,
+        description="Open loop: arrivals per second; .inf = all at once.",
     )
     burstiness: float = Field(1.0, gt=0, description="Shape of the gaps: 1 = Poisson arrivals.")
     input_len: int | str = Field(64, description="N, LOW-HIGH or lognormal:MEDIAN:SIGMA:MAX.")

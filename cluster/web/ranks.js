@@ -29,6 +29,8 @@ export function rates(before, after) {
       cache: now.kv_cache_usage,
       tokens: tokens === null ? null : tokens / seconds,
       vote: total > 0 ? (parts.vote ?? 0) / total : null,
+      drafts: drafts(now),
+      restored: restored(now),
     };
   });
 }
@@ -94,6 +96,10 @@ export class Ranks {
     text(".requests", requests(it.running, it.waiting));
     text(".cache", percent(it.cache));
     text(".vote", it.vote === null ? "\u2013" : percent(it.vote));
+    for (const name of ["drafts", "restored"]) {
+      text(`.${name}`, it[name]);
+      row.querySelector(`.${name}`).parentElement.hidden = !it[name];
+    }
     bar(row, "tokens", (it.tokens ?? 0) / this.busiest);
     bar(row, "requests", it.running / most, it.waiting / most);
     bar(row, "cache", it.cache);
@@ -129,6 +135,13 @@ function groupState({ role, state, seconds, epoch, rebuilds, slow_ranks: slow })
   const part = role === "generate" ? "" : `${role}: `;
   return `${part}${state} for ${whole(seconds / size)} ${unit}, epoch ${epoch}, ${rebuilds} rebuild${rebuilds === 1 ? "" : "s"}${held}`;
 }
+
+// Since the start; empty without drafts, and without KV outside the device.
+const drafts = ({ draft_tokens: all, accepted_tokens: accepted }) =>
+  all ? `${percent(accepted / all)} of ${whole(all)} accepted` : "";
+
+const restored = ({ kv_waiting: waiting, kv_restored_host: host, kv_restored_disk: disk }) =>
+  waiting === null ? "" : `${whole(host)} host, ${whole(disk)} disk${waiting ? `, ${waiting} waiting` : ""}`;
 
 const requests = (running, waiting) => (waiting ? `${running} + ${waiting} queued` : `${running} running`);
 

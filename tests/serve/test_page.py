@@ -240,6 +240,23 @@ def test_the_bars_of_the_ranks_move(page, server):
     assert page.js("document.getElementById('line').getAttribute('d').split('L').length") > 2
 
 
+def test_ranks_have_lines_of_drafts_and_of_kv_outside_the_device_where_there_are_any(page, server):
+    lines = (
+        "[...document.querySelectorAll('#rank-list .drafts, #rank-list .restored')]"
+        ".map(it => it.checkVisibility() ? it.textContent : '')"
+    )
+    assert page.js(lines) == [""] * 4
+    answer = httpx.get(f"{server.url}/ranks", timeout=30).json()
+    answer["ranks"][0] |= {"draft_tokens": 2000, "accepted_tokens": 1240}
+    answer["ranks"][1] |= {"kv_waiting": 0, "kv_restored_host": 12345, "kv_restored_disk": 678}
+    page.answer({"/ranks": (200, answer)})
+    shown = ["62 % of 2,000 accepted", "", "", "12,345 host, 678 disk"]
+    page.wait(f"JSON.stringify({lines}) == {json.dumps(json.dumps(shown, separators=(',', ':')))}")
+    answer["ranks"][1] |= {"kv_waiting": 2}
+    page.answer({"/ranks": (200, answer)})
+    page.wait(f"{lines}[3] == '12,345 host, 678 disk, 2 waiting'")
+
+
 def test_the_servers_refusal_is_shown_as_it_said_it(page, server):
     page.fill("[name=max_tokens]", "100000")
     say(page, "hi")

@@ -1,12 +1,13 @@
-"""Limits of a step that are left out: by the device, and so that those which are given fit."""
+"""Limits of a step that are left out: by the device, and so that those which are given fit. Numbers are finite."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from cluster.config.errors import ConfigError
+from cluster.config.errors import ConfigError, leaf_schemas
 from cluster.config.load import load_config
+from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import (
     check_num_ranks,
     max_num_seqs,
@@ -72,3 +73,19 @@ def test_more_ranks_than_this_machine_can_ever_hold_are_refused(yaml_path, monke
     with pytest.raises(ConfigError, match=r"cluster.ranks: 21 ranks .* expected at most 20"):
         check_num_ranks(load_config(yaml_path, ["cluster.ranks=21"]))
     check_num_ranks(load_config(yaml_path, ["cluster.ranks=400", "cluster.ray_address=auto"]))
+
+
+@pytest.mark.parametrize("value", [".inf", ".nan"])
+def test_numbers_are_finite(yaml_path: Path, value: str) -> None:
+    leaves = leaf_schemas(PhalanxConfig.model_json_schema())
+    keys = [
+        key
+        for key, schema in leaves
+        if any(arm.get("type") == "number" for arm in schema.get("anyOf", [schema]))
+    ]
+    assert {"cache.host_memory_gib", "cache.disk_gib", "cache.cpu_memory_gib"} < set(keys)
+    with pytest.raises(ConfigError) as caught:
+        load_config(yaml_path, [f"{key}={value}" for key in keys])
+    messages = {problem.key: problem.message for problem in caught.value.problems}
+    assert messages.keys() == set(keys)
+    assert all("finite number" in message for message in messages.values()), messages

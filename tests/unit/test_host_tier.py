@@ -1,5 +1,6 @@
 """The host tier of a CPU: bytes come back equal or not at all, whatever ends meanwhile."""
 
+import queue
 import threading
 import time
 from multiprocessing import Pipe
@@ -33,6 +34,18 @@ def test_contents_there_and_back(layout):
 def test_damaged_rows_are_not_used():
     with tier_case("cpu", "heads") as case:
         damaged_rows(case)
+
+
+def test_files_that_are_written_late_are_counted_while_the_rank_sleeps(tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.kv_transfer.host_tier.COUNTS_S", 0.05)
+    with tier_case("cpu", "heads", disk_path=str(tmp_path)) as case:
+        woken = queue.SimpleQueue[float]()
+        case.tier.on_ended = lambda: woken.put(case.tier.counts().get("disk_used_bytes", 0))
+        items = case.blocks([0, 1, 2])
+        case.run(Transfer(items), load=False)
+        size = 0.0
+        while size < len(items) * case.tier._unit_bytes:
+            size = woken.get(timeout=60)
 
 
 def keeper_pid(case: TierCase) -> int:

@@ -290,6 +290,8 @@ def test_ranks_as_json():
             "running": 3,
             "generation_tokens": 70,
             "draft_tokens": 9,
+            "kv_waiting": 0,
+            "kv_restored_host": 64,
             "prefill_cap": 512,
             "step_seconds": {"forward": 1.5},
         },
@@ -301,6 +303,8 @@ def test_ranks_as_json():
     assert (zero["rank"], zero["running"], zero["generation_tokens"]) == (0, 3, 70)
     assert (zero["epoch"], one["epoch"]) == (2, 0)
     assert (zero["draft_tokens"], one["accepted_tokens"]) == (9, 0)
+    assert (zero["kv_waiting"], one["kv_waiting"]) == (0, None)
+    assert (zero["kv_restored_host"], one["kv_restored_disk"]) == (64, 0)
     assert zero["step_seconds"] == {"forward": 1.5}
     assert (zero["prefill_cap"], one["prefill_cap"]) == (512, None)
     assert (one["rank"], one["waiting"], one["kv_cache_usage"], one["steps"]) == (1, 2, 0.25, 0)

@@ -72,7 +72,7 @@ class KVConnector(ABC):
 
     place      the connector's name in metrics
     saves      whether contents are saved there; otherwise they come from elsewhere
-    on_ended   called from any thread when `ended` has something to return
+    on_ended   called from any thread when `ended` has something to return, or `counts` has changed meanwhile
     """
 
     place: ClassVar[str]

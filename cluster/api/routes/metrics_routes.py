@@ -48,9 +48,11 @@ def add_metrics_routes(
 
         `time` (Unix seconds) is the clock for rates. Counters since the start: prompt_tokens, generation_tokens,
         preemptions, prefix_cache_queries, prefix_cache_hits, steps, idle_steps, drafts (times that a sequence had draft
-        tokens in a step), draft_tokens, accepted_tokens, step_seconds by part. Gauges:
-        running, waiting, kv_cache_usage (1 = all blocks), prefill_cap (most prompt tokens of a rank in a step in
-        which a rank decodes; null = no limit). `epoch` counts the rebuilds of the group.
+        tokens in a step), draft_tokens, accepted_tokens, kv_restored_host and kv_restored_disk (prompt tokens that were
+        loaded into the device, by where they were found), step_seconds by part. Gauges:
+        running, waiting, kv_cache_usage (1 = all blocks), kv_waiting (requests that wait for a load; null = no KV
+        outside the device), prefill_cap (most prompt tokens of a rank in a step in which a rank decodes; null = no
+        limit). `epoch` counts the rebuilds of the group.
         `silent_ranks`: ranks that did not answer in time. `groups` as in /ready.
         """
         return Response(await shared_figures.get(), media_type="application/json")
@@ -131,6 +133,7 @@ _RANK_FIELDS: dict[str, Any] = {
     "running": 0,
     "waiting": 0,
     "kv_cache_usage": 0.0,
+    "kv_waiting": None,
     "prefill_cap": None,
     "prompt_tokens": 0,
     "generation_tokens": 0,
@@ -142,6 +145,8 @@ _RANK_FIELDS: dict[str, Any] = {
     "drafts": 0,
     "draft_tokens": 0,
     "accepted_tokens": 0,
+    "kv_restored_host": 0,
+    "kv_restored_disk": 0,
     "step_seconds": {},
 }
 
