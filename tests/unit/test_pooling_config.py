@@ -1,5 +1,6 @@
 """What a checkpoint's files and the YAML make of its prompts, and the wrong combinations."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,50 @@ def test_a_classification_head_classifies_or_scores(tmp_path, labels, fields, ta
     assert (config.pooling.task, config.pooling.activation) == (task, activation)
     assert config.pooling.labels == tuple(f"kind {index}" for index in range(labels))
     assert "score.weight" in names_of(config) and "lm_head.weight" not in names_of(config)
+
+
+LINEAR, CURVES = "torch.nn.modules.linear", "torch.nn.modules.activation"
+
+
+def saved(name: str) -> dict[str, Any]:
+    """What CrossEncoder.save_pretrained of versions 4 and 5 adds to config.json, beside no modules.json."""
+    return {"sentence_transformers": {"activation_fn": name, "version": "4.1.0"}}
+
+
+@pytest.mark.parametrize(
+    ("labels", "fields", "activation"),
+    [
+        (1, saved(f"{LINEAR}.Identity"), "none"),
+        (1, saved(f"{CURVES}.Sigmoid"), "sigmoid"),
+        (3, saved(f"{LINEAR}.Identity"), "none"),
+        (3, saved(f"{CURVES}.Sigmoid"), "sigmoid"),
+        (3, {"sentence_transformers": {"version": "4.1.0"}}, "softmax"),
+        (1, {"sbert_ce_default_activation_function": f"{LINEAR}.Identity"}, "none"),
+        (1, {"sbert_ce_default_activation_function": None}, "sigmoid"),
+    ],
+)
+def test_the_activation_of_a_cross_encoder_in_config_json(tmp_path, labels, fields, activation):
+    path = class_checkpoint(tmp_path / "m", labels, **fields, **NO_WEIGHTS)
+    assert spec_of(path).activation == activation
+
+
+def test_the_newer_file_has_the_activation_before_config_json(tmp_path):
+    path = class_checkpoint(tmp_path / "m", 1, **saved(f"{CURVES}.Sigmoid"), **NO_WEIGHTS)
+    (path / "modules.json").write_text(
+        '[{"idx": 0, "name": "0", "path": "", "type": "a.Transformer"}]'
+    )
+    (path / "config_sentence_transformers.json").write_text(
+        json.dumps({"activation_fn": f"{LINEAR}.Identity", "model_type": "CrossEncoder"})
+    )
+    assert spec_of(path).activation == "none"
+
+
+def test_an_activation_of_another_name_is_refused(tmp_path):
+    words = r"activation_fn is '.*Tanh'; supported: Identity, Sigmoid, Softmax"
+    with pytest.raises(ModelConfigError, match=words):
+        class_checkpoint(tmp_path / "m", 1, **saved(f"{CURVES}.Tanh"), **NO_WEIGHTS)
+    path = small_checkpoint(tmp_path / "n", **saved(f"{CURVES}.Tanh"), **NO_WEIGHTS)
+    assert spec_of(path, task="embed").activation == "none"
 
 
 @pytest.mark.parametrize(

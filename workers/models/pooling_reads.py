@@ -16,6 +16,7 @@ from workers.specs.pooling import Activation, PoolingSpec
 from workers.wire.request import PoolingRows
 
 TRANSFORMERS_SETTINGS = "config_sentence_transformers.json"
+OLD_ACTIVATION = "sbert_ce_default_activation_function"
 _POOLING: dict[str, PoolingRows] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 # transformers' keys of the older form of a pooling module, by mode.
 _POOLING_KEYS = {
@@ -41,13 +42,13 @@ class Modules:
 
     pooling      mode of the Pooling module
     score_tokens ids of the LogitScore module: (false, true), or (true,)
-    activation   of scores
+    activation   dotted name of the function of scores
     """
 
     pooling: str | None = None
     normalizes: bool = False
     score_tokens: tuple[int, ...] | None = None
-    activation: Activation | None = None
+    activation: str | None = None
 
 
 NO_MODULES = Modules()
@@ -73,8 +74,7 @@ def read_modules(folder: Path, problems: list[str]) -> Modules:
         both = ids.get("false_token_id"), ids.get("true_token_id")
         tokens = tuple(token_id for token_id in both if token_id is not None)
     settings = read_json(folder, TRANSFORMERS_SETTINGS, required=False)
-    activation = str(settings.get("activation_fn") or "").rpartition(".")[2]
-    return Modules(pooling, "Normalize" in paths, tokens, _ACTIVATIONS.get(activation))
+    return Modules(pooling, "Normalize" in paths, tokens, settings.get("activation_fn"))
 
 
 def _pooling_mode(config: Mapping[str, Any]) -> str:
@@ -137,7 +137,7 @@ def read_pooling(
         normalize=normalize if settings.normalize == "auto" else settings.normalize,
         dimensions=_dimensions(raw, settings, problems) if task == "embed" else (),
         labels=labels,
-        activation=_activation(raw, task, labels, modules),
+        activation=_activation(raw, task, labels, modules, problems),
         score_tokens=_score_tokens(raw, modules, settings)
         if task == "score" and not labels
         else None,
@@ -181,16 +181,31 @@ def _labels(raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _activation(
-    raw: Mapping[str, Any], task: Task, labels: tuple[str, ...], modules: Modules
+    raw: Mapping[str, Any],
+    task: Task,
+    labels: tuple[str, ...],
+    modules: Modules,
+    problems: list[str],
 ) -> Activation:
     if task == "embed":
         return "none"
-    if modules.activation is not None:
-        return modules.activation
+    name = modules.activation or _saved_activation(raw)
+    if name is not None:
+        if (known := _ACTIVATIONS.get(str(name).rpartition(".")[2])) is None:
+            problems.append(f"activation_fn is {name!r}; supported: {', '.join(_ACTIVATIONS)}")
+        return known or "none"
     problem = raw.get("problem_type")
     if problem == "regression":
         return "none"
     return "softmax" if len(labels) > 1 and problem != "multi_label_classification" else "sigmoid"
+
+
+def _saved_activation(raw: Mapping[str, Any]) -> str | None:
+    """Return the function of scores that a CrossEncoder of sentence-transformers wrote into config.json."""
+    saved = raw.get("sentence_transformers")
+    if isinstance(saved, Mapping) and "activation_fn" in saved:
+        return saved["activation_fn"]
+    return raw.get(OLD_ACTIVATION)  # before version 4
 
 
 def _dimensions(
