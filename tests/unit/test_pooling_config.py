@@ -100,6 +100,62 @@ def test_a_classification_head_classifies_or_scores(tmp_path, labels, fields, ta
     assert "score.weight" in names_of(config) and "lm_head.weight" not in names_of(config)
 
 
+def text_settings(task: str, **more: Any) -> str:
+    """sentence_bert_config.json as versions 5.4 to 6.2 write it where the tokenizer has a chat template."""
+    output = {"method": "forward", "method_output_name": "last_hidden_state"}
+    return json.dumps(
+        {
+            "transformer_task": task,
+            "modality_config": {"text": output, "message": {**output, "format": "structured"}},
+            "module_output_name": "token_embeddings",
+            **more,
+        }
+    )
+
+
+def test_texts_are_messages_where_the_files_of_sentence_transformers_say_so(tmp_path):
+    path = small_checkpoint(tmp_path / "m", **NO_WEIGHTS)
+    add_modules(path, {"pooling_mode": "lasttoken", "include_prompt": True})
+    file = path / "sentence_bert_config.json"
+    assert (
+        spec_of(path).chat_options is None
+    )  # Qwen3-Embedding has no such file, but a chat template
+    file.write_text('{"max_seq_length": 512, "do_lower_case": false}')
+    assert spec_of(path).chat_options is None
+    settings = json.loads(text_settings("feature-extraction"))
+    del settings["modality_config"]["message"]
+    file.write_text(json.dumps(settings))
+    assert spec_of(path).chat_options is None
+    file.write_text(text_settings("feature-extraction"))
+    assert spec_of(path).chat_options == {} and str(spec_of(path)).endswith("by the chat template")
+    keywords = {"add_generation_prompt": True, "restore_suffix": True, "max_length": 512}
+    file.write_text(text_settings("any-to-any", processing_kwargs={"chat_template": keywords}))
+    assert spec_of(path).chat_options == {"add_generation_prompt": True}
+    assert configured(path, task="generate").pooling is None
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
+def test_pooling_without_the_tokens_of_prompts_is_refused_where_there_are_prompts(tmp_path, mode):
+    path = small_checkpoint(tmp_path / "m", **NO_WEIGHTS)
+    add_modules(path, {"embedding_dimension": 64, "pooling_mode": mode, "include_prompt": False})
+    file = path / "config_sentence_transformers.json"
+
+    def names_prompts(**prompts: str) -> None:
+        file.write_text(json.dumps({"prompts": prompts, "default_prompt_name": None}))
+
+    assert spec_of(path).rows == mode.removesuffix("token")
+    names_prompts(query="", document="")
+    assert spec_of(path).rows == mode.removesuffix("token")
+    names_prompts(query="Q: ", document="")
+    if mode != "lasttoken":
+        with pytest.raises(ModelConfigError, match="include_prompt: false, but the tokens of prom"):
+            load_model_config(path)
+    assert spec_of(path, pooling={"type": mode.removesuffix("token")}).task == "embed"
+    assert configured(path, task="generate").pooling is None
+    (path / "sentence_bert_config.json").write_text(text_settings("feature-extraction"))
+    assert spec_of(path).chat_options == {}  # a prompt is a system message, which counts
+
+
 LINEAR, CURVES = "torch.nn.modules.linear", "torch.nn.modules.activation"
 
 
