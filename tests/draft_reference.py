@@ -194,6 +194,11 @@ class PlainEagle3(_OfModel):
             self.linear(f"self_attn.{part}_proj", both).unflatten(-1, (-1, 16)).transpose(0, 1)
             for part in "qkv"
         )
+        if "midlayer.self_attn.q_norm.weight" in self.tensors:
+            q, k = (
+                self.norm("midlayer.self_attn.q_norm", q),
+                self.norm("midlayer.self_attn.k_norm", k),
+            )
         attended = F.scaled_dot_product_attention(
             _rotate(q)[None], _rotate(k)[None], v[None], is_causal=True, enable_gqa=True
         )

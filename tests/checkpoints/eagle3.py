@@ -36,7 +36,8 @@ def eagle3_config(layout: str, **changes: Any) -> dict[str, Any]:
         eagle = {AUX_LAYERS: ids, "use_aux_hidden_state": True}
         found = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
         return {**found, **SIZES, "torch_dtype": "float32", "eagle_config": eagle, **own}
-    layer = SIZES | {key: own.pop(key) for key in list(own) if key in SIZES}
+    layer = SIZES | own.pop(LAYER_CONFIG, {})
+    layer |= {key: own.pop(key) for key in list(own) if key in SIZES}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

@@ -19,12 +19,20 @@ from tests.draft_reference import (
 from tests.family_cases import family_checkpoint
 from tests.unit.draft_case import OneRankDraft
 from workers.models.config_reader import ModelConfigError
-from workers.models.eagle3.config import load_eagle3_config
+from workers.models.eagle3.config import LAYER_CONFIG, load_eagle3_config
 from workers.models.registry import load_model_config
 from workers.weights.checkpoint_files import CheckpointError
 
 PROMPTS = [[5, 6, 7, 8, 200, 13], list(range(40, 66)), [9, 9, 300, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
 NEXT = [17, 250, 4]
+# Keys of a layer of Qwen3, the default of the speculators library, beside those of a layer of Llama.
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "layer_types": ["full_attention"],
+    "max_window_layers": 28,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
 DEPTH = 3
 HEADS = [
     ("qwen3_next", "untied", {}),
@@ -93,6 +101,14 @@ def test_logits_of_eagle3_equal_plain_torch(
     check(PlainEagle3(target, draft, changes, OUTPUTS), OneRankDraft(target, draft))
 
 
+def test_eagle3_with_a_layer_of_qwen3_norms_queries_and_keys(target: Path, tmp_path: Path) -> None:
+    config, names = load_model_config(target), ("q_norm", "k_norm")
+    extra = {f"layers.0.self_attn.{name}.weight": torch.rand(16) + 0.5 for name in names}
+    changes = {LAYER_CONFIG: QWEN3, "architectures": ["Eagle3DraftModel"]}
+    draft = make_eagle3(tmp_path, config, "speculators", extra=extra, **changes)
+    check(PlainEagle3(target, draft, {}, OUTPUTS), OneRankDraft(target, draft))
+
+
 def test_an_embedding_that_repeats_the_models_is_shared(target: Path, tmp_path: Path) -> None:
     embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     config = load_model_config(target)
@@ -124,6 +140,11 @@ def test_eagle3_reads_the_middle_of_its_target_by_default(tmp_path: Path) -> Non
         ("speculators", {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, ["[0, 1, 2]"]),
         ("speculators", {"fc_norm": True}, ["fc_norm is true"]),
         ("speculators", {"speculators_model_type": "eagle"}, ['"eagle"', '"eagle3"']),
+        (
+            "speculators",
+            {LAYER_CONFIG: {"model_type": "gemma3"}},
+            [f'{LAYER_CONFIG}.model_type is "gem'],
+        ),
         ("eagle", {"architectures": ["LlamaForCausalLM"]}, ["LlamaForCausalLM", "supported"]),
         ("eagle", {"architectures": []}, ["architectures is []", "supported"]),
         ("eagle", {"architectures": [["Eagle3Speculator"]]}, ["architectures is [[", "supported"]),

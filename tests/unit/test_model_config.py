@@ -223,3 +223,28 @@ def test_needs_neither_torch_nor_transformers() -> None:
         "assert not {'torch', 'transformers'} & sys.modules.keys(), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"rope_scaling": {}}, {"rope_scaling": None}, {"rope_parameters": {}}],
+)
+def test_gpt_oss_without_rotary_settings_has_those_of_transformers(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    import torch
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
+
+    from tests.family_cases import family_checkpoint
+    from workers.layers.rope import build_rope_table
+
+    path = family_checkpoint(tmp_path, "gpt_oss", "tied", weights=False)
+    raw = json.loads((path / "config.json").read_text())
+    given = {key: value for key, value in raw.items() if not key.startswith("rope_")} | fields
+    (path / "config.json").write_text(json.dumps(given))
+    rotary = GptOssRotaryEmbedding(GptOssConfig.from_pretrained(path))
+    angles_Pr = torch.arange(40.0)[:, None] * rotary.inv_freq
+    expected = torch.polar(torch.full_like(angles_Pr, rotary.attention_scaling), angles_Pr)
+    found = build_rope_table(load_model_config(path), 40, torch.device("cpu"))
+    torch.testing.assert_close(found, expected)

@@ -1,5 +1,6 @@
 """What a checkpoint's files and the YAML make of its prompts, and the wrong combinations."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,106 @@ def test_a_classification_head_classifies_or_scores(tmp_path, labels, fields, ta
     assert (config.pooling.task, config.pooling.activation) == (task, activation)
     assert config.pooling.labels == tuple(f"kind {index}" for index in range(labels))
     assert "score.weight" in names_of(config) and "lm_head.weight" not in names_of(config)
+
+
+def text_settings(task: str, **more: Any) -> str:
+    """sentence_bert_config.json as versions 5.4 to 6.2 write it where the tokenizer has a chat template."""
+    output = {"method": "forward", "method_output_name": "last_hidden_state"}
+    return json.dumps(
+        {
+            "transformer_task": task,
+            "modality_config": {"text": output, "message": {**output, "format": "structured"}},
+            "module_output_name": "token_embeddings",
+            **more,
+        }
+    )
+
+
+def test_texts_are_messages_where_the_files_of_sentence_transformers_say_so(tmp_path):
+    path = small_checkpoint(tmp_path / "m", **NO_WEIGHTS)
+    add_modules(path, {"pooling_mode": "lasttoken", "include_prompt": True})
+    file = path / "sentence_bert_config.json"
+    assert (
+        spec_of(path).chat_options is None
+    )  # Qwen3-Embedding has no such file, but a chat template
+    file.write_text('{"max_seq_length": 512, "do_lower_case": false}')
+    assert spec_of(path).chat_options is None
+    settings = json.loads(text_settings("feature-extraction"))
+    del settings["modality_config"]["message"]
+    file.write_text(json.dumps(settings))
+    assert spec_of(path).chat_options is None
+    file.write_text(text_settings("feature-extraction"))
+    assert spec_of(path).chat_options == {} and str(spec_of(path)).endswith("by the chat template")
+    keywords = {"add_generation_prompt": True, "restore_suffix": True, "max_length": 512}
+    file.write_text(text_settings("any-to-any", processing_kwargs={"chat_template": keywords}))
+    assert spec_of(path).chat_options == {"add_generation_prompt": True}
+    assert configured(path, task="generate").pooling is None
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
+def test_pooling_without_the_tokens_of_prompts_is_refused_where_there_are_prompts(tmp_path, mode):
+    path = small_checkpoint(tmp_path / "m", **NO_WEIGHTS)
+    add_modules(path, {"embedding_dimension": 64, "pooling_mode": mode, "include_prompt": False})
+    file = path / "config_sentence_transformers.json"
+
+    def names_prompts(**prompts: str) -> None:
+        file.write_text(json.dumps({"prompts": prompts, "default_prompt_name": None}))
+
+    assert spec_of(path).rows == mode.removesuffix("token")
+    names_prompts(query="", document="")
+    assert spec_of(path).rows == mode.removesuffix("token")
+    names_prompts(query="Q: ", document="")
+    if mode != "lasttoken":
+        with pytest.raises(ModelConfigError, match="include_prompt: false, but the tokens of prom"):
+            load_model_config(path)
+    assert spec_of(path, pooling={"type": mode.removesuffix("token")}).task == "embed"
+    assert configured(path, task="generate").pooling is None
+    (path / "sentence_bert_config.json").write_text(text_settings("feature-extraction"))
+    assert spec_of(path).chat_options == {}  # a prompt is a system message, which counts
+
+
+LINEAR, CURVES = "torch.nn.modules.linear", "torch.nn.modules.activation"
+
+
+def saved(name: str) -> dict[str, Any]:
+    """What CrossEncoder.save_pretrained of versions 4 and 5 adds to config.json, beside no modules.json."""
+    return {"sentence_transformers": {"activation_fn": name, "version": "4.1.0"}}
+
+
+@pytest.mark.parametrize(
+    ("labels", "fields", "activation"),
+    [
+        (1, saved(f"{LINEAR}.Identity"), "none"),
+        (1, saved(f"{CURVES}.Sigmoid"), "sigmoid"),
+        (3, saved(f"{LINEAR}.Identity"), "none"),
+        (3, saved(f"{CURVES}.Sigmoid"), "sigmoid"),
+        (3, {"sentence_transformers": {"version": "4.1.0"}}, "softmax"),
+        (1, {"sbert_ce_default_activation_function": f"{LINEAR}.Identity"}, "none"),
+        (1, {"sbert_ce_default_activation_function": None}, "sigmoid"),
+    ],
+)
+def test_the_activation_of_a_cross_encoder_in_config_json(tmp_path, labels, fields, activation):
+    path = class_checkpoint(tmp_path / "m", labels, **fields, **NO_WEIGHTS)
+    assert spec_of(path).activation == activation
+
+
+def test_the_newer_file_has_the_activation_before_config_json(tmp_path):
+    path = class_checkpoint(tmp_path / "m", 1, **saved(f"{CURVES}.Sigmoid"), **NO_WEIGHTS)
+    (path / "modules.json").write_text(
+        '[{"idx": 0, "name": "0", "path": "", "type": "a.Transformer"}]'
+    )
+    (path / "config_sentence_transformers.json").write_text(
+        json.dumps({"activation_fn": f"{LINEAR}.Identity", "model_type": "CrossEncoder"})
+    )
+    assert spec_of(path).activation == "none"
+
+
+def test_an_activation_of_another_name_is_refused(tmp_path):
+    words = r"activation_fn is '.*Tanh'; supported: Identity, Sigmoid, Softmax"
+    with pytest.raises(ModelConfigError, match=words):
+        class_checkpoint(tmp_path / "m", 1, **saved(f"{CURVES}.Tanh"), **NO_WEIGHTS)
+    path = small_checkpoint(tmp_path / "n", **saved(f"{CURVES}.Tanh"), **NO_WEIGHTS)
+    assert spec_of(path, task="embed").activation == "none"
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ HARMLESS_KEYS = frozenset(
         "auto_map", "bos_token_id", "classifier_from_token", "id2label", "initializer_range", "is_matryoshka",
         "is_original_qwen3_reranker", "label2id", "matryoshka_dimensions", "method", "model_type", "name_or_path",
         "num_labels", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
-        "problem_type", "return_dict", "router_aux_loss_coef", "sentence_transformers", "transformers_version",
-        "unsloth_fixed", "unsloth_version", "use_cache",
+        "problem_type", "return_dict", "router_aux_loss_coef", "sbert_ce_default_activation_function",
+        "sentence_transformers", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
     }
 )
 # fmt: on

@@ -16,6 +16,10 @@ from workers.specs.pooling import Activation, PoolingSpec
 from workers.wire.request import PoolingRows
 
 TRANSFORMERS_SETTINGS = "config_sentence_transformers.json"
+TEXT_SETTINGS = "sentence_bert_config.json"
+# Keywords beside those of the chat template in `processing_kwargs.chat_template`: of cuts and of tensors.
+NOT_OF_TEMPLATES = ("max_length", "padding", "restore_suffix", "return_tensors", "truncation")
+OLD_ACTIVATION = "sbert_ce_default_activation_function"
 _POOLING: dict[str, PoolingRows] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 # transformers' keys of the older form of a pooling module, by mode.
 _POOLING_KEYS = {
@@ -39,15 +43,19 @@ ModelPart = Literal["causal", "base", "classes"]
 class Modules:
     """What sentence-transformers does behind the model; all None and False without its files.
 
-    pooling      mode of the Pooling module
-    score_tokens ids of the LogitScore module: (false, true), or (true,)
-    activation   of scores
+    pooling       mode of the Pooling module
+    score_tokens  ids of the LogitScore module: (false, true), or (true,)
+    activation    dotted name of the function of scores
+    skips_prompt  the Pooling module leaves out the tokens of a prompt, and the checkpoint names prompts
+    chat_options  texts are messages: the keywords of the chat template
     """
 
     pooling: str | None = None
     normalizes: bool = False
     score_tokens: tuple[int, ...] | None = None
-    activation: Activation | None = None
+    activation: str | None = None
+    skips_prompt: bool = False
+    chat_options: Mapping[str, Any] | None = None
 
 
 NO_MODULES = Modules()
@@ -65,16 +73,39 @@ def read_modules(folder: Path, problems: list[str]) -> Modules:
             f"{MODULES} has the module {unknown[0]!r}; supported: {', '.join(_MODULE_KINDS)}"
         )
         return NO_MODULES
-    tokens, pooling = None, None
+    tokens, pooling, skips = None, None, False
+    settings = read_json(folder, TRANSFORMERS_SETTINGS, required=False)
+    options = _chat_options(read_json(folder, TEXT_SETTINGS, required=False))
     if "Pooling" in paths:
-        pooling = _pooling_mode(read_json(folder / paths["Pooling"], "config.json", required=True))
+        config = read_json(folder / paths["Pooling"], "config.json", required=True)
+        pooling = _pooling_mode(config)
+        # a prompt beside messages is a system message, which counts
+        prompted = options is None and any((settings.get("prompts") or {}).values())
+        skips = config.get("include_prompt") is False and prompted
     if "LogitScore" in paths:
         ids = read_json(folder / paths["LogitScore"], "config.json", required=True)
         both = ids.get("false_token_id"), ids.get("true_token_id")
         tokens = tuple(token_id for token_id in both if token_id is not None)
-    settings = read_json(folder, TRANSFORMERS_SETTINGS, required=False)
-    activation = str(settings.get("activation_fn") or "").rpartition(".")[2]
-    return Modules(pooling, "Normalize" in paths, tokens, _ACTIVATIONS.get(activation))
+    return Modules(
+        pooling=pooling,
+        normalizes="Normalize" in paths,
+        score_tokens=tokens,
+        activation=settings.get("activation_fn"),
+        skips_prompt=skips,
+        chat_options=options,
+    )
+
+
+def _chat_options(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the keywords of the chat template if the Transformer module makes messages of texts, else None.
+
+    Versions before 5.4 wrote no `modality_config`; their texts are prompts without a template, also where the
+    tokenizer has one.
+    """
+    if "message" not in (config.get("modality_config") or ()):
+        return None
+    options = (config.get("processing_kwargs") or {}).get("chat_template") or {}
+    return {key: value for key, value in options.items() if key not in NOT_OF_TEMPLATES}
 
 
 def _pooling_mode(config: Mapping[str, Any]) -> str:
@@ -129,6 +160,11 @@ def read_pooling(
                 f"the Pooling module has the mode {modules.pooling!r}; supported: {', '.join(_POOLING)}"
             )
         rows = _POOLING.get(modules.pooling, "last")
+        if modules.skips_prompt and rows != "last":
+            problems.append(
+                "the Pooling module has include_prompt: false, but the tokens of prompts are not left out here; "
+                f"model.pooling.type: {rows} counts them like those of the text"
+            )
     normalize = modules.normalizes or modules.pooling is None
     return PoolingSpec(
         task=task,
@@ -137,11 +173,12 @@ def read_pooling(
         normalize=normalize if settings.normalize == "auto" else settings.normalize,
         dimensions=_dimensions(raw, settings, problems) if task == "embed" else (),
         labels=labels,
-        activation=_activation(raw, task, labels, modules),
+        activation=_activation(raw, task, labels, modules, problems),
         score_tokens=_score_tokens(raw, modules, settings)
         if task == "score" and not labels
         else None,
         score_template=settings.score_template,
+        chat_options=modules.chat_options,
     )
 
 
@@ -181,16 +218,31 @@ def _labels(raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _activation(
-    raw: Mapping[str, Any], task: Task, labels: tuple[str, ...], modules: Modules
+    raw: Mapping[str, Any],
+    task: Task,
+    labels: tuple[str, ...],
+    modules: Modules,
+    problems: list[str],
 ) -> Activation:
     if task == "embed":
         return "none"
-    if modules.activation is not None:
-        return modules.activation
+    name = modules.activation or _saved_activation(raw)
+    if name is not None:
+        if (known := _ACTIVATIONS.get(str(name).rpartition(".")[2])) is None:
+            problems.append(f"activation_fn is {name!r}; supported: {', '.join(_ACTIVATIONS)}")
+        return known or "none"
     problem = raw.get("problem_type")
     if problem == "regression":
         return "none"
     return "softmax" if len(labels) > 1 and problem != "multi_label_classification" else "sigmoid"
+
+
+def _saved_activation(raw: Mapping[str, Any]) -> Any:
+    """Return the function of scores that a CrossEncoder of sentence-transformers wrote into config.json."""
+    saved = raw.get("sentence_transformers")
+    if isinstance(saved, Mapping) and "activation_fn" in saved:
+        return saved["activation_fn"]
+    return raw.get(OLD_ACTIVATION)  # before version 4
 
 
 def _dimensions(

@@ -1,7 +1,8 @@
 """How a model answers prompts with vectors or scores, as plain data. Needs no torch."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from workers.wire.request import PoolingOutput, PoolingParams, PoolingRows
 
@@ -24,6 +25,8 @@ class PoolingSpec:
     score_tokens    tokens or their ids for no and yes, or for yes alone, with the logits that make the score; None: the
                     vocabulary has no logits
     score_template  the prompt of a query and a document
+    chat_options    texts are messages of the user, and pairs those of a query and a document, by the chat template
+                    with these keywords; None: texts are prompts
     """
 
     task: PoolingTask
@@ -35,6 +38,7 @@ class PoolingSpec:
     activation: Activation = "none"
     score_tokens: tuple[str | int, ...] | None = None
     score_template: ScoreTemplate = "auto"
+    chat_options: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def params(
         self,
@@ -58,7 +62,8 @@ class PoolingSpec:
         """Words for the report of `phalanx check`."""
         rows = {"last": "last token", "mean": "mean of all tokens", "cls": "first token"}[self.rows]
         if self.task == "embed":
-            return f"embed: {rows}, {'normalised' if self.normalize else 'not normalised'}"
+            chat = "" if self.chat_options is None else ", texts by the chat template"
+            return f"embed: {rows}, {'normalised' if self.normalize else 'not normalised'}{chat}"
         if self.score_tokens is not None:
             *no, yes = self.score_tokens
             against = f" against {no[0]!r}" if no else ""

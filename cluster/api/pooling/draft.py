@@ -21,7 +21,7 @@ from cluster.api.pooling.fields import (
     ScoreRequest,
     parse_fields,
 )
-from cluster.api.pooling.pairs import PairEncoder
+from cluster.api.pooling.pairs import PromptEncoder
 from cluster.api.request.draft import Drafter, EngineFacts, check_model
 from cluster.api.request.protocol import check_text, parse_chat, parse_prompts
 from cluster.errors import BadRequestError, ContextLengthError
@@ -126,8 +126,8 @@ class PoolingDrafter:
         return self._of_pairs(request, [request.query], texts, ("query", "documents"), shape)
 
     @cached_property
-    def _pairs(self) -> PairEncoder:
-        return PairEncoder(self._tokenizer, self._spec)
+    def _prompts(self) -> PromptEncoder:
+        return PromptEncoder(self._tokenizer, self._spec)
 
     def _of_inputs(
         self, request: InputFields, body: dict[str, Any], shape: AnswerShape
@@ -146,9 +146,7 @@ class PoolingDrafter:
         if request.messages is not None:
             if request.input is not None:
                 raise BadRequestError("input and messages exclude each other", param="input")
-            fields = {"add_generation_prompt": False, "messages": request.messages}
-            given = ("chat_template_kwargs", "continue_final_message", "add_generation_prompt")
-            fields |= {name: body[name] for name in given if body.get(name) is not None}
+            fields = self._chat_fields(body)
             token_ids = self._drafter.prompts.chat(parse_chat(fields), None).token_ids
             return [token_ids[:keep]]
         inputs = parse_prompts(request.input, "input")
@@ -156,14 +154,27 @@ class PoolingDrafter:
         special = request.add_special_tokens is not False
         return [array("i", self._encode(text, special, keep)) for text in inputs]
 
+    def _chat_fields(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a chat; those of the body stand before the checkpoint's keywords of its template."""
+        options = {**(self._spec.chat_options or {})}
+        opens = options.pop("add_generation_prompt", False)
+        fields = {
+            "add_generation_prompt": opens and not body.get("continue_final_message"),
+            "chat_template_kwargs": options,
+        }
+        given = ("messages", "continue_final_message", "add_generation_prompt")
+        fields |= {name: body[name] for name in given if body.get(name) is not None}
+        own = body.get("chat_template_kwargs")
+        if own is not None:  # parse_chat refuses other types
+            fields["chat_template_kwargs"] = {**options, **own} if isinstance(own, dict) else own
+        return fields
+
     def _encode(self, text: str | list[int], special: bool, keep: int | None) -> list[int]:
         if isinstance(text, list):
             self._tokenizer.check_token_ids(text, "input")
             return text[:keep]
         check_text(text, "input")
-        if keep is None:
-            return self._tokenizer.encode(text, add_special_tokens=special)
-        return self._tokenizer.encode_pair(text, None, add_special_tokens=special, keep=keep)
+        return self._prompts.encode(text, special=special, keep=keep)
 
     def _of_pairs(
         self,
@@ -180,7 +191,7 @@ class PoolingDrafter:
                 check_text(text, param)
         keep, most = self._num_kept(request), request.max_tokens_per_doc
         if most is not None:
-            seconds = [self._pairs.cut(text, most) for text in seconds]
+            seconds = [self._prompts.cut(text, most) for text in seconds]
         raw = request.activates is False
         if self._spec.task == "embed":
             if request.instruction is not None:
@@ -198,7 +209,10 @@ class PoolingDrafter:
         else:
             self._check_count(len(seconds), params[1])
             prompts = [
-                array("i", self._pairs.encode(*pair, instruction=request.instruction, keep=keep))
+                array(
+                    "i",
+                    self._prompts.encode_pair(*pair, instruction=request.instruction, keep=keep),
+                )
                 for pair in _paired(firsts, seconds)
             ]
             self._check(prompts, params[1])
@@ -212,7 +226,7 @@ class PoolingDrafter:
         shape: AnswerShape,
         dimensions: int | None,
     ) -> PoolingDraft:
-        token_ids = self._pairs.score_token_ids if self._spec.score_tokens else ()
+        token_ids = self._prompts.score_token_ids if self._spec.score_tokens else ()
         normalize = request.activates if self._spec.task == "embed" else None
         return PoolingDraft(
             prompts=prompts,
@@ -305,10 +319,13 @@ def _paired(firsts: Sequence[str], seconds: Sequence[str]) -> Iterator[Pair]:
 
 
 def check_pooling(drafter: Drafter) -> None:
-    """Raise ValueError if the tokenizer does not fit the scores of the model."""
+    """Raise ValueError if the tokenizer does not fit the scores of the model, or the prompts of its texts."""
     spec: PoolingSpec | None = drafter.settings.pooling
-    if spec is not None and spec.score_tokens is not None:
-        PairEncoder(drafter.tokenizer, spec)
+    if spec is None:
+        return
+    prompts = PromptEncoder(drafter.tokenizer, spec)
+    if spec.task == "embed" and spec.chat_options is not None:
+        prompts.encode("a text", special=True, keep=None)
 
 
 def draft_embedding(drafter: Drafter, body: dict[str, Any], engine: EngineFacts) -> PoolingDraft:

@@ -1,11 +1,14 @@
-"""Prompts of a query and a document, by the tokenizer or by a template, and the tokens that a score is made of."""
+"""Prompts of texts, and of a query and a document, by the tokenizer or by a template, and the tokens of scores."""
 
 import re
 import sys
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
 
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.errors import BadRequestError
-from workers.specs.pooling import PoolingSpec
+from workers.specs.pooling import PoolingSpec, ScoreTemplate
 
 _ROLES = re.compile(
     r"""['"]query['"].*['"]document['"]|['"]document['"].*['"]query['"]""", re.DOTALL
@@ -18,69 +21,128 @@ _RERANKER_START = (
 _RERANKER_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-class PairEncoder:
-    """Token ids of pairs, as the model of `spec` reads them."""
+_OPENS_ANSWER = {"add_generation_prompt": True}  # without a file of keywords
+
+Messages = list[dict[str, Any]]
+
+
+class PromptEncoder:
+    """Token ids of texts and of pairs, as the model of `spec` reads them."""
 
     def __init__(self, tokenizer: ServingTokenizer, spec: PoolingSpec) -> None:
-        self._tokenizer = tokenizer
-        self._template = spec.score_template
-        if spec.score_template == "auto":
-            by_roles = bool(_ROLES.search(tokenizer.chat_template))
-            self._template = "chat" if by_roles else "pair" if spec.labels else "qwen3_reranker"
+        self._tokenizer, self._spec = tokenizer, spec
         self.score_token_ids = tuple(
             _token_id(tokenizer, token) for token in spec.score_tokens or ()
         )
 
-    def encode(
+    def encode(self, text: str, *, special: bool, keep: int | None) -> list[int]:
+        """Return the token ids of a text; the end of a longer one than `keep` is cut, if keep is set.
+
+        special   the tokenizer adds its special tokens; a chat template writes its own
+        """
+        options = self._spec.chat_options
+        if options is not None:
+
+            def rendered(part: str) -> list[int]:
+                messages = [{"role": "user", "content": part}]
+                return self._ids(_rendered(self._tokenizer, messages, options))
+
+            return self._cut_to_fit(rendered, text, keep, "text")
+        if keep is None:
+            return self._tokenizer.encode(text, add_special_tokens=special)
+        return self._tokenizer.encode_pair(text, None, add_special_tokens=special, keep=keep)
+
+    def encode_pair(
         self, query: str, document: str, *, instruction: str | None, keep: int | None
     ) -> list[int]:
         """Return the token ids of a pair; of a longer one than `keep` the end of the document is cut, if keep is set.
 
         Raises BadRequestError if more than the document would have to be cut.
         """
-        if self._template == "pair":
+        template = _template(self._tokenizer, self._tokenizer.chat_template, self._spec)
+        if template == "pair":
             if instruction is not None:
                 raise BadRequestError(
                     "instruction: the prompts of this model have none", param="instruction"
                 )
             return self._tokenizer.encode_pair(query, document, keep=keep)
-        token_ids = self._templated(query, document, instruction)
-        kept = sys.maxsize
-        while keep is not None and (excess := len(token_ids) - keep) > 0:
-            length = len(self._tokenizer.encode(document, add_special_tokens=False))
-            # A text that ends within a character may have more tokens than were kept of it.
-            kept = min(length - excess, kept - 1)
-            if kept < 0:
-                raise BadRequestError(
-                    f"truncate_prompt_tokens = {keep} cuts more than the document",
-                    param="truncate_prompt_tokens",
-                )
-            document = self.cut(document, kept)
-            token_ids = self._templated(query, document, instruction)
-        return token_ids
+
+        def templated(part: str) -> list[int]:
+            if template == "chat":
+                messages = _messages(query, part, instruction)
+                options = self._spec.chat_options
+                given = _OPENS_ANSWER if options is None else options
+                return self._ids(_rendered(self._tokenizer, messages, given))
+            return self._ids(
+                f"{_RERANKER_START}<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n"
+                f"<Document>: {part}{_RERANKER_END}"
+            )
+
+        return self._cut_to_fit(templated, document, keep, "document")
 
     def cut(self, text: str, num_tokens: int) -> str:
         """Return the first tokens of a text."""
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        token_ids = self._ids(text)
         if len(token_ids) <= num_tokens:
             return text
         return self._tokenizer.decode(token_ids[:num_tokens])
 
-    def _templated(self, query: str, document: str, instruction: str | None) -> list[int]:
-        if self._template == "chat":
-            messages = [
-                {"role": "query", "content": query},
-                {"role": "document", "content": document},
-            ]
-            if instruction is not None:
-                messages.insert(0, {"role": "system", "content": instruction})
-            text = self._tokenizer.render_chat(messages, {})
-        else:
-            text = (
-                f"{_RERANKER_START}<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n"
-                f"<Document>: {document}{_RERANKER_END}"
-            )
+    def _ids(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _cut_to_fit(
+        self, templated: Callable[[str], list[int]], text: str, keep: int | None, what: str
+    ) -> list[int]:
+        token_ids = templated(text)
+        kept = sys.maxsize
+        while keep is not None and (excess := len(token_ids) - keep) > 0:
+            # A text that ends within a character may have more tokens than were kept of it.
+            kept = min(len(self._ids(text)) - excess, kept - 1)
+            if kept < 0:
+                raise BadRequestError(
+                    f"truncate_prompt_tokens = {keep} cuts more than the {what}",
+                    param="truncate_prompt_tokens",
+                )
+            text = self.cut(text, kept)
+            token_ids = templated(text)
+        return token_ids
+
+
+@lru_cache(maxsize=8)
+def _template(tokenizer: ServingTokenizer, chat_template: str, spec: PoolingSpec) -> ScoreTemplate:
+    """Return the prompt of a query and a document; `chat_template` is that of the tokenizer."""
+    if spec.score_template != "auto":
+        return spec.score_template
+    if spec.chat_options is None:
+        by_roles = bool(_ROLES.search(chat_template))
+    else:
+        by_roles = _writes_pairs(tokenizer, spec.chat_options)
+    return "chat" if by_roles else "pair" if spec.labels else "qwen3_reranker"
+
+
+def _writes_pairs(tokenizer: ServingTokenizer, options: Mapping[str, Any]) -> bool:
+    """Whether a prompt by the chat template changes with the query and with the document."""
+    pairs = ("alpha", "bravo"), ("charlie", "bravo"), ("alpha", "foxtrot")
+    try:
+        base, *varied = (_rendered(tokenizer, _messages(*pair, None), options) for pair in pairs)
+    except BadRequestError:  # it has no such roles
+        return False
+    return base not in varied
+
+
+def _messages(query: str, document: str, instruction: str | None) -> Messages:
+    system = [] if instruction is None else [{"role": "system", "content": instruction}]
+    return [
+        *system,
+        {"role": "query", "content": query},
+        {"role": "document", "content": document},
+    ]
+
+
+def _rendered(tokenizer: ServingTokenizer, messages: Messages, options: Mapping[str, Any]) -> str:
+    keywords = {**options}
+    opens = bool(keywords.pop("add_generation_prompt", False))
+    return tokenizer.render_chat(messages, keywords, add_generation_prompt=opens)
 
 
 def _token_id(tokenizer: ServingTokenizer, token: str | int) -> int:

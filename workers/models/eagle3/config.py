@@ -20,6 +20,7 @@ ARCHITECTURES = (
 )
 KEY = "speculation.draft_model"
 LAYER_CONFIG = "transformer_layer_config"  # of the speculators library
+LAYER_TYPE = f"{LAYER_CONFIG}.model_type"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 DEFAULTS = {
     "num_hidden_layers": 1,
@@ -89,7 +90,8 @@ def parse_eagle3_config(
 def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with those of the layer and of EAGLE in one level; both keep the names of their keys."""
     nested = raw.get(LAYER_CONFIG)
-    flat = {**(nested if isinstance(nested, Mapping) else {}), **raw}
+    layer = nested if isinstance(nested, Mapping) else {}
+    flat = {**layer, **raw, LAYER_TYPE: layer.get("model_type")}
     flat.pop(LAYER_CONFIG, None)
     eagle = flat.get("eagle_config")
     if isinstance(eagle, Mapping):
@@ -157,11 +159,13 @@ def _read(
 
 def _read_attention(read: ConfigReader, dim: int) -> Eagle3AttentionSpec:
     heads, bias = read.integer("num_attention_heads"), read.boolean("attention_bias")
+    read.fixed(LAYER_TYPE, "llama", "qwen3", None)
     return Eagle3AttentionSpec(
         num_heads=heads,
         num_kv_heads=read.integer_or("num_key_value_heads", heads),
         head_dim=read.integer_or("head_dim", max(1, dim // heads)),
         rope=read.rope(),
+        qk_norm="head" if read.raw(LAYER_TYPE) == "qwen3" else None,
         qkv_bias=bias,
         output_bias=bias,
         norm_before_residual=read.boolean("norm_before_residual"),

@@ -28,7 +28,7 @@ def read_config(read: ConfigReader) -> ModelConfig:
     """Return the config; `read.problems` names what is wrong with it."""
     heads, bias = read.integer("num_attention_heads"), read.boolean("attention_bias")
     rope = read.rope()
-    if read.raw("rope_parameters") is None and read.raw("rope_scaling") is None:
+    if read.raw("rope_parameters") is None and not read.raw("rope_scaling"):
         rope = RopeSpec(rope_type="yarn", rope_theta=rope.rope_theta, scaling=ROPE)
     experts = MoeSpec(
         num_experts=read.integer("num_local_experts"),
