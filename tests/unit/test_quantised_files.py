@@ -35,7 +35,10 @@ GPTQMODEL: dict[str, Any] = {
 }
 GPTQMODEL_AWQ = {
     **{key: value for key, value in GPTQMODEL.items() if key != "sym"},
-    "method": "awq", "quant_method": "awq", "format": "gemm", "checkpoint_format": "gemm",
+    "method": "awq",
+    "quant_method": "awq",
+    "format": "gemm",
+    "checkpoint_format": "gemm",
     "version": "gemm",
 }
 # GPTQConfig and AwqConfig of transformers 5.23.
