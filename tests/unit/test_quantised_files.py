@@ -11,9 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels.four_bit import FourBitWeights
+from kernels.four_bit_format import FourBitFormat
 from tests.family_cases import load_reference
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
+from workers.models.registry import load_model_config
+from workers.specs.model import weight_map
 from workers.specs.quantization import parse_quantization
+from workers.weights.loader import Checkpoint, CheckpointError
+from workers.weights.slots import FourBitSlot
 
 torch.set_num_threads(1)
 FILE = "model.safetensors"
@@ -181,3 +187,179 @@ def test_fields_that_repeat_another_must_agree(tool: str, changes: Any, message:
     problems: list[str] = []
     parse_quantization({"quantization_config": CONFIGS[tool] | changes}, problems)
     assert [problem for problem in problems if message in problem] == problems != []
+
+
+# FineGrainedFP8Config of transformers 5.23 with blocks; `scale_fmt: ue8m0` gives scales in F8_E8M0.
+FP8: dict[str, Any] = {
+    "activation_scheme": "dynamic",
+    "dequantize": False,
+    "expert_dtype": "fp8",
+    "modules_to_convert": None,
+    "modules_to_not_convert": None,
+    "quant_method": "fp8",
+    "scale_fmt": "float",
+    "weight_block_size": [128, 128],
+}
+FP8_CONFIGS = {
+    "blocks": FP8,
+    "powers": FP8 | {"scale_fmt": "ue8m0"},
+    "tensor": FP8 | {"weight_block_size": None},
+    "static": FP8 | {"weight_block_size": None, "activation_scheme": "static"},
+}
+
+
+def fp8_of(
+    values: torch.Tensor, config: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes [N, K], scales of blocks or [1, 1], and the values in float32 that they stand for."""
+    size = 128 if config["weight_block_size"] else max(values.shape)
+    rows, columns = (torch.arange(side) // size for side in values.shape)
+    index = rows[:, None] * (int(columns.max()) + 1) + columns
+    amax = torch.zeros(int(index.max()) + 1)
+    amax = amax.scatter_reduce(0, index.flatten(), values.abs().flatten(), "amax")
+    scales = amax / 448
+    if config["scale_fmt"] == "ue8m0":
+        scales = scales.log2().ceil().exp2()
+    codes = (values / scales[index]).to(torch.float8_e4m3fn)
+    grid = scales.view(int(rows.max()) + 1, -1)
+    stored = grid.to(torch.float8_e8m0fnu) if config["scale_fmt"] == "ue8m0" else grid
+    return codes, stored, codes.float() * scales[index]
+
+
+def transformers_fp8(path: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Save projections as transformers does: matrices of each expert, scales of all; return what they stand for."""
+    tensors = load_file(path / FILE)
+    static = config["activation_scheme"] == "static"
+    expected, saved = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if ".self_attn." in name and "_proj." in name]:
+        saved[name], saved[f"{name}_scale_inv"], expected[name] = fp8_of(tensors[name], config)
+        if static:
+            saved[name.replace("weight", "activation_scale")] = torch.tensor(0.5)
+    for layer in range(SHAPE["num_layers"]):
+        at, fused = f"model.layers.{layer}.mlp.experts.", {}
+        for parts in (("gate_proj", "up_proj"), ("down_proj",)):
+            scales = []
+            for expert in range(8):
+                names = [f"{at}{expert}.{part}.weight" for part in parts]
+                codes, scale, values = fp8_of(torch.cat([tensors[n] for n in names]), config)
+                scales.append(scale)
+                for name, code, value in zip(
+                    names, codes.chunk(len(parts)), values.chunk(len(parts)), strict=True
+                ):
+                    saved[name], expected[name] = code.contiguous(), value
+            fused[f"{at}{'gate_up_proj' if len(parts) == 2 else 'down_proj'}"] = scales
+        for name, scales in fused.items():
+            whole = torch.stack([scale.view(torch.uint8) for scale in scales])
+            saved[f"{name}_scale_inv"] = whole.view(scales[0].dtype)
+            if static:
+                saved[f"{name}_activation_scale"] = torch.ones(8)
+    save_file(saved, path / FILE, metadata={"format": "pt"})
+    return expected
+
+
+@pytest.mark.parametrize("form", FP8_CONFIGS)
+def test_fp8_that_transformers_quantised_and_saved(tmp_path: Path, form: str) -> None:
+    config = FP8_CONFIGS[form]
+    path = small_checkpoint(
+        tmp_path / "fp8", moe_intermediate_size=128, hidden_size=256, num_layers=2
+    )
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+    expect_logits(path, transformers_fp8(path, config))
+
+
+def test_scales_of_all_experts_and_of_one_are_too_many(tmp_path: Path) -> None:
+    path = small_checkpoint(tmp_path / "fp8", quantization_config=FP8, **SHAPE)
+    tensors = load_file(path / FILE)
+    tensors["model.layers.0.mlp.experts.down_proj_scale_inv"] = torch.ones(8, 1, 1)
+    save_file(tensors, path / FILE)
+    with pytest.raises(CheckpointError, match=r"holds both .*proj_scale_inv and .*experts\.0"):
+        OneRank(path)
+
+
+DELTA: dict[str, Any] = SHAPE | {
+    "num_layers": 4,
+    "shared_expert_intermediate_size": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 32,
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
+def test_modules_that_gptq_leaves_out_without_a_rule(tmp_path: Path, family: str) -> None:
+    """GPTQModel quantises neither b nor a of delta nets, and its config.json names no rule."""
+    config = CONFIGS["gptqmodel"]
+    sizes = DELTA if family == "qwen3_next" else DELTA | {"intermediate_size": None}
+    sizes |= {"family": family, "expert_layout": "apart"}
+    path = small_checkpoint(tmp_path / "gptq", quantization_config=config, **sizes)
+    tensors = load_file(path / FILE)
+    values = widened(tensors, config)
+    modules = [n.removesuffix(".qweight") for n in tensors if n.endswith(".qweight")]
+    left_out = [module for module in modules if "in_proj_a" in module or "in_proj_b" in module]
+    assert len(left_out) == (2 if family == "qwen3_next" else 4)
+    for module in left_out:
+        for end in ("qweight", "qzeros", "scales", "g_idx"):
+            del tensors[f"{module}.{end}"]
+        tensors[f"{module}.weight"] = values[f"{module}.weight"].contiguous()
+    save_file(tensors, path / FILE)
+    expect_logits(path, values)
+
+
+def test_experts_in_16_bits_are_not_rounded_to_four(tmp_path: Path) -> None:
+    """A backend that holds all experts in four bits refuses others by name."""
+    config = CONFIGS["gptqmodel"]
+    path = small_checkpoint(tmp_path / "gptq", quantization_config=config, **SHAPE)
+    tensors = load_file(path / FILE)
+    name = "model.layers.1.mlp.experts.3.up_proj"
+    plain = widened(tensors, config)[f"{name}.weight"].contiguous()
+    for end in ("qweight", "qzeros", "scales", "g_idx"):
+        del tensors[f"{name}.{end}"]
+    save_file(tensors | {f"{name}.weight": plain}, path / FILE)
+    slots = OneRank(path).model.weight_slots()
+    assert torch.equal(slots[f"{name}.weight"].target, plain)
+    entries = {entry.key: entry for entry in weight_map(load_model_config(path))}
+    form = FourBitFormat("int4", 32)
+    packed = FourBitSlot(FourBitWeights.empty(form, 64, 64, device="cpu", tiled=False))
+    with pytest.raises(CheckpointError, match=f"{name}.weight is F32, but the model holds"):
+        Checkpoint(path, load_model_config(path)).read(
+            [entries[f"{name}.weight"]], {f"{name}.weight": packed}, torch.device("cpu")
+        )
+
+
+def test_a_router_that_awq_quantised_too(tmp_path: Path) -> None:
+    """AutoAWQ leaves a router out only where modules_to_not_convert names it."""
+    config = CONFIGS["gptqmodel-awq"] | {"modules_to_not_convert": None}
+    path = small_checkpoint(tmp_path / "awq", quantization_config=config, **SHAPE)
+    tensors = load_file(path / FILE)
+    generator = torch.Generator().manual_seed(2)
+    for layer in range(2):
+        gate = f"model.layers.{layer}.mlp.gate"
+        experts, columns = tensors.pop(f"{gate}.weight").shape
+        codes, zeros = (
+            torch.randint(16, (size, experts), generator=generator)
+            for size in (columns, columns // 32)
+        )
+        tensors[f"{gate}.qweight"] = signed(words_of(codes, AWQ))
+        tensors[f"{gate}.qzeros"] = signed(words_of(zeros, AWQ))
+        scales = torch.rand(columns // 32, experts, generator=generator) * 0.01
+        tensors[f"{gate}.scales"] = scales.half()
+    save_file(tensors, path / FILE)
+    expect_logits(path, widened(tensors, config))
+
+
+def test_a_gate_of_a_shared_expert_in_fp8(tmp_path: Path) -> None:
+    """transformers quantises it unless modules_to_not_convert names it."""
+    config = FP8_CONFIGS["tensor"]
+    shape = DELTA | {"family": "qwen3_next", "hidden_size": 256}
+    path = small_checkpoint(tmp_path / "fp8", quantization_config=config, **shape)
+    tensors = load_file(path / FILE)
+    plain = {}
+    for name in [name for name in tensors if name.endswith("shared_expert_gate.weight")]:
+        codes, scales, plain[name] = fp8_of(tensors[name], config)
+        tensors |= {name: codes, f"{name}_scale_inv": scales}
+    save_file(tensors, path / FILE)
+    slots = OneRank(path).model.weight_slots()
+    assert len(plain) == 4
+    for name, values in plain.items():
+        assert torch.equal(slots[name].target.flatten(), values.flatten())

@@ -32,6 +32,7 @@ class DiskKind(StrEnum):
     """What a tensor of a checkpoint may hold; the values are dtypes as safetensors names them."""
 
     FLOAT = "floating point"
+    SCALE = "floating point or F8_E8M0"
     FP8 = "F8_E4M3"
     BYTES = "U8"
     WORDS = "I32"
