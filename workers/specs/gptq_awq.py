@@ -112,7 +112,7 @@ def parse_awq(found: Mapping[str, Any], key: str, problems: list[str]) -> FourBi
 def _merged(
     found: Mapping[str, Any], repeated: Mapping[str, str], key: str, problems: list[str]
 ) -> dict[str, Any]:
-    """Return the fields without the repeated ones, whose values must be those of the fields that they repeat."""
+    """Return the fields without the repeated ones; each must have the value of the field that it repeats."""
     merged = {name: value for name, value in found.items() if name not in repeated}
     for name, field_name in repeated.items():
         value = found.get(name)

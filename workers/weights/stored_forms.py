@@ -21,7 +21,7 @@ def changed_forms(
     stored: Mapping[str, StoredTensor],
     quantization: Quantization | None,
 ) -> dict[str, WeightEntry]:
-    """Return the entries whose form is not that of the weight map, by their keys, in the form that is stored."""
+    """Return the entries that are stored in another form than the weight map gives, by their keys, in that form."""
     if quantization is None:
         return {}
     found = {}
