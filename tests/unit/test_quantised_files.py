@@ -363,3 +363,18 @@ def test_a_gate_of_a_shared_expert_in_fp8(tmp_path: Path) -> None:
     assert len(plain) == 4
     for name, values in plain.items():
         assert torch.equal(slots[name].target.flatten(), values.flatten())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "minimax_m2"])
+def test_experts_under_the_names_of_llm_compressor(tmp_path: Path, family: str) -> None:
+    """llm-compressor 0.14 splits the experts that transformers fuses, by its own names of their parts."""
+    shape = SHAPE | {"family": family, "intermediate_size": None}
+    shape |= {"quantization": "compressed-channel"}
+    path = small_checkpoint(tmp_path, **shape)
+    before, tensors = logits_of(path), load_file(path / FILE)
+    parts = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+    for part, written in parts.items():
+        tensors = {name.replace(part, written): tensor for name, tensor in tensors.items()}
+    assert "model.layers.1.block_sparse_moe.experts.3.gate_proj.weight_scale" in tensors
+    save_file(tensors, path / FILE)
+    assert torch.equal(logits_of(path), before)
