@@ -132,11 +132,11 @@ def _pack_compressed(
 def _pack_gptq(
     form: FourBitForm, codes: torch.Tensor, matrix: FourBitMatrix, group_K: torch.Tensor
 ) -> Any:
-    less = int(form.packing == Packing.GPTQ)
+    less = 0x11111111 if form.packing == Packing.GPTQ else 0  # of the word as a whole
     return {
         "qweight": _words(codes).t().contiguous(),
         "scales": matrix.scales.t().contiguous(),
-        "qzeros": _words((_zeros(matrix).t().long() - less) % 16),
+        "qzeros": _words(_zeros(matrix).t()) - less,
         "g_idx": group_K,
     }
 

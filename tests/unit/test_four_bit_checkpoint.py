@@ -60,9 +60,9 @@ def parts_of(tensors: dict[str, np.ndarray], name: str, form: str) -> tuple[np.n
         places = np.arange(scales.shape[1]).reshape(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].ravel()
         groups = np.arange(len(packed)) // config["group_size"]
         return nibbles(packed)[:, places].T, scales.T, nibbles(zeros)[:, places].T, groups
-    less = 0 if config["checkpoint_format"] == "gptq_v2" else 1
+    less = 0 if config["checkpoint_format"] == "gptq_v2" else 0x11111111
     groups = tensors[f"{module}.g_idx"]
-    return nibbles(packed.T), scales.T, (nibbles(zeros).T + less) % 16, groups
+    return nibbles(packed.T), scales.T, nibbles(zeros + np.int32(less)).T, groups
 
 
 def values_of(tensors: dict[str, np.ndarray], name: str, form: str) -> np.ndarray:
@@ -280,7 +280,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {"dynamic": {"-:(": {}}}, "no regular expression"),
     ("gptq", {"rotation": "hadamard"}, "quantization_config.rotation is 'hadamard'; unknown key"),
     ("gptq", {"modules_in_block_to_quantize": [7]}, "expected a list of module names"),
-    ("awq", {"zero_point": False}, "quantization_config.zero_point is False; supported: True"),
+    ("awq", {"desc_act": True}, "quantization_config.desc_act is True; supported: null or False"),
     ("awq", {"version": "gemv"}, "quantization_config.version is 'gemv'"),
     (
         "awq",

@@ -16,7 +16,7 @@ class Packing(StrEnum):
 
     MXFP4        gpt-oss: bytes of two neighbouring columns
     COMPRESSED   compressed-tensors' pack-quantized: words of neighbouring columns
-    GPTQ         transposed, words of neighbouring columns; zero points are stored less 1
+    GPTQ         transposed, words of neighbouring columns; 0x11111111 is taken from words of zero points
     GPTQ_V2      as GPTQ, zero points as they are
     AWQ          transposed, words of neighbouring rows in AWQ's order
     """
@@ -32,6 +32,7 @@ class DiskKind(StrEnum):
     """What a tensor of a checkpoint may hold; the values are dtypes as safetensors names them."""
 
     FLOAT = "floating point"
+    SCALE = "floating point or F8_E8M0"
     FP8 = "F8_E4M3"
     BYTES = "U8"
     WORDS = "I32"

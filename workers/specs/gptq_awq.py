@@ -22,10 +22,16 @@ GPTQ: dict[str, tuple[Any, ...]] = {
 AWQ: dict[str, tuple[Any, ...]] = {
     "bits": (4,),
     "group_size": GROUPS,
-    "zero_point": (True,),
+    "zero_point": (True, False),  # false: GPTQModel stores zero points none the less, all 8
+    "sym": (None, True, False),  # transformers' default beside zero_point, which counts
+    "desc_act": (None, False),
     "version": (None, "gemm", "GEMM"),
+    "pack_dtype": (None, "int32"),
     "lm_head": (None, False),
 }
+# Fields under which GPTQModel and transformers write the value of another field again.
+GPTQ_REPEATED = {"method": "quant_method", "format": "checkpoint_format"}
+AWQ_REPEATED = {"method": "quant_method", "format": "version", "checkpoint_format": "version"}
 # Fields of the calibration, and of kernels that other engines choose.
 IGNORED = frozenset(
     {
@@ -34,6 +40,7 @@ IGNORED = frozenset(
         *("block_name_to_quantize", "module_name_preceding_first_block", "pad_token_id", "max_input_length"),
         *("cache_block_outputs", "cache_examples_on_gpu", "use_cuda_fp16", "use_exllama", "exllama_config"),
         *("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "mse", "is_distributed", "act_group_aware"),
+        "model_seqlen",
     }
 )  # fmt: skip
 SKIPPED, CHOSEN, DYNAMIC = (
@@ -71,6 +78,7 @@ class FourBitQuantization:
 
 def parse_gptq(found: Mapping[str, Any], key: str, problems: list[str]) -> FourBitQuantization:
     """Return the quantisation; complaints that begin with `key` go to `problems`."""
+    found = _merged(found, GPTQ_REPEATED, key, problems)
     _check(found, GPTQ, (SKIPPED, CHOSEN, DYNAMIC), key, problems)
     v2 = found.get("checkpoint_format") == "gptq_v2"
     form = FourBitForm(
@@ -91,9 +99,31 @@ def parse_gptq(found: Mapping[str, Any], key: str, problems: list[str]) -> FourB
 
 def parse_awq(found: Mapping[str, Any], key: str, problems: list[str]) -> FourBitQuantization:
     """Return the quantisation; complaints that begin with `key` go to `problems`."""
-    _check(found, AWQ, (SKIPPED,), key, problems)
+    found = _merged(found, AWQ_REPEATED, key, problems)
+    _check(found, AWQ, (SKIPPED, DYNAMIC), key, problems)
     form = FourBitForm(Packing.AWQ, FourBitFormat("int4", _group(found), zeros=True))
-    return FourBitQuantization(form, _names(found.get(SKIPPED), f"{key}.{SKIPPED}", problems))
+    return FourBitQuantization(
+        form,
+        _names(found.get(SKIPPED), f"{key}.{SKIPPED}", problems),
+        _left_out(found.get(DYNAMIC), f"{key}.{DYNAMIC}", problems),
+    )
+
+
+def _merged(
+    found: Mapping[str, Any], repeated: Mapping[str, str], key: str, problems: list[str]
+) -> dict[str, Any]:
+    """Return the fields without the repeated ones; each must have the value of the field that it repeats."""
+    merged = {name: value for name, value in found.items() if name not in repeated}
+    for name, field_name in repeated.items():
+        value = found.get(name)
+        if value is None:
+            continue
+        other = merged.setdefault(field_name, value)
+        if other is None:
+            merged[field_name] = value
+        elif str(value).lower() != str(other).lower():
+            problems.append(f"{key}.{name} is {value!r}, but {field_name} is {other!r}")
+    return merged
 
 
 def _group(found: Mapping[str, Any]) -> int:

@@ -98,6 +98,14 @@ def parse_quantization(
     return None
 
 
+def renamed_scales(quantization: Quantization | None) -> tuple[tuple[str, str], ...]:
+    """Return names as of `ModelConfig.renamed`: transformers gives one scale a tensor the suffix of blocks."""
+    of_tensors = (
+        isinstance(quantization, Fp8Quantization) and quantization.stored.scaling == Scaling.TENSOR
+    )
+    return ((SCALE_SUFFIX, "_scale"),) if of_tensors else ()
+
+
 def _parse_fp8(found: Mapping[str, Any], problems: list[str]) -> Fp8Quantization:
     blocks = found.get("weight_block_size") is not None
     # one scale a tensor: releases store scales of activations beside it, which products here do not need

@@ -138,7 +138,7 @@ class WeightEntry(NamedTuple):
         else:
             found = {
                 self.name: DiskTensor((self.shape,), DiskKind.FP8),
-                self.scale_name: DiskTensor(self.scale_shapes),
+                self.scale_name: DiskTensor(self.scale_shapes, DiskKind.SCALE),
             }
         if not self.stacked:
             return found
@@ -152,7 +152,7 @@ class WeightEntry(NamedTuple):
         """Names of tensors beside it that a checkpoint may hold and no product needs."""
         if self.four_bit is not None:
             return self.four_bit.unread(self.name)
-        return [self.input_scale_name] if self.fp8 is not None and self.fp8.input_scale else []
+        return self.input_scale_names if self.fp8 is not None and self.fp8.input_scale else []
 
     @property
     def size(self) -> int:
@@ -216,6 +216,8 @@ class WeightEntry(NamedTuple):
         return (self.block_scale_shape,)
 
     @property
-    def input_scale_name(self) -> str:
-        """Name of the scale of activations in the checkpoint."""
-        return self.name.removesuffix("weight") + "input_scale"
+    def input_scale_names(self) -> list[str]:
+        """Names of the scale of activations: of releases, of transformers, and of its scales of all experts."""
+        module = self.name.removesuffix("weight")
+        names = [f"{module}input_scale", f"{module}activation_scale"]
+        return [*names, f"{self.fused}_activation_scale"] if self.fused else names

@@ -23,13 +23,15 @@ FLOATS = {
     "F16": torch.float16,
     "F64": torch.float64,
 }
+SCALES = {**FLOATS, "F8_E8M0": torch.float8_e8m0fnu}
 DTYPES: dict[str, torch.dtype] = {
-    **FLOATS,
+    **SCALES,
     DiskKind.FP8: torch.float8_e4m3fn,
     DiskKind.BYTES: torch.uint8,
     DiskKind.WORDS: torch.int32,
     DiskKind.INTEGERS: torch.int64,
 }
+_FLOATING: dict[DiskKind, Collection[str]] = {DiskKind.FLOAT: FLOATS, DiskKind.SCALE: SCALES}
 MAX_NAMED = 20
 TIED_HEAD = (
     "lm_head.weight"  # not in the weight map of a tied checkpoint, which may hold it none the less
@@ -136,7 +138,7 @@ def check_against_map(
         ],
     }
     for kind in DiskKind:
-        suffix = "" if kind == DiskKind.FLOAT else ", as in quantization_config"
+        suffix = "" if kind in _FLOATING else ", as in quantization_config"
         complaints[f"not {kind}{suffix}"] = [
             f"{name} {stored[name].dtype}"
             for name in both
@@ -151,7 +153,7 @@ def check_against_map(
 
 def _dtypes(kind: DiskKind) -> Collection[str]:
     """Return the dtypes of safetensors that a tensor of this kind may have."""
-    return FLOATS if kind == DiskKind.FLOAT else (kind,)
+    return _FLOATING.get(kind, (kind,))
 
 
 def check_tied_head(head: StoredTensor, embedding: StoredTensor, embedding_name: str) -> None:

@@ -20,31 +20,39 @@ def split_experts(
 ) -> dict[str, StoredTensor]:
     """Return `stored` with the parts of fused tensors, and of their scales, under the names of the map.
 
+    transformers quantises fused tensors, and saves the matrices of each expert beside the scales of all experts.
+
     Raises CheckpointError for a fused tensor of a wrong shape, or beside tensors of single experts. Where N == K, the
     checkpoint's other fused tensors decide whether it is transposed: gate and up have 2I rows of D columns, down has D
     rows of I columns, so that not both are square.
     """
     parts: dict[str, list[WeightEntry]] = {}
     for entry in entries:
-        if entry.fused in stored:
+        if entry.fused in stored or _fused_scales(entry) in stored:
             parts.setdefault(entry.fused, []).append(entry)
     if not parts:
         return dict(stored)
     shapes = {name: _shape(of_experts) for name, of_experts in parts.items()}
-    transposed = _transposed(stored, shapes)
+    transposed = _transposed(stored, {name: shapes[name] for name in shapes if name in stored})
     found = dict(stored)
     for name, of_experts in parts.items():
-        shape, whole = shapes[name], found.pop(name)
-        for entry in of_experts:
-            if entry.name in stored:
-                raise CheckpointError(f"the checkpoint holds both {name} and {entry.name}")
-            found[entry.name] = _part(whole, entry, shape, name, transposed)
-        suffix = of_experts[0].fp8.suffix if of_experts[0].fp8 is not None else ""
-        if suffix and name + suffix in found:
-            scales = found.pop(name + suffix)
-            for entry in of_experts:
-                found[entry.scale_name] = _part(scales, entry, shape, name + suffix, transposed)
+        fused = {name: [entry.name for entry in of_experts]}
+        if scales := _fused_scales(of_experts[0]):
+            fused[scales] = [entry.scale_name for entry in of_experts]
+        for whole_name, names in fused.items():
+            whole = found.pop(whole_name, None)
+            if whole is None:
+                continue
+            for entry, part_name in zip(of_experts, names, strict=True):
+                if part_name in stored:
+                    raise CheckpointError(f"the checkpoint holds both {whole_name} and {part_name}")
+                found[part_name] = _part(whole, entry, shapes[name], whole_name, transposed)
     return found
+
+
+def _fused_scales(entry: WeightEntry) -> str:
+    """Return the name of the scales of all experts, "" if there are none."""
+    return entry.fused + entry.fp8.suffix if entry.fused and entry.fp8 is not None else ""
 
 
 def _shape(of_experts: list[WeightEntry]) -> Shape:

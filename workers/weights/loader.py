@@ -11,6 +11,7 @@ import torch
 
 from kernels.routing.expert_map import ExpertMap
 from workers.specs.model import ModelConfig, weight_map
+from workers.specs.quantization import renamed_scales
 from workers.specs.weight_map import WeightEntry, WeightKind, mapped_name
 from workers.weights.checkpoint_files import ROOT, CheckpointError
 from workers.weights.column_orders import check_column_orders
@@ -23,7 +24,8 @@ from workers.weights.files import (
 )
 from workers.weights.fused_experts import split_experts
 from workers.weights.reader import SlotSource, fill_slots
-from workers.weights.slots import FourBitSlot, Progress, Slot, SlottedModel
+from workers.weights.slots import FourBitSlot, Progress, Slot, SlottedModel, WeightSlot
+from workers.weights.stored_forms import changed_forms
 from workers.weights.tensors import rank_weights
 
 HEADS = ("lm_head.", "score.")
@@ -62,12 +64,13 @@ class Checkpoint:
     """The tensors of a folder that fill the weight map of `config`. Reads all headers; raises as `load_weights`."""
 
     def __init__(self, path: str | Path, config: ModelConfig):
-        entries = weight_map(config)
-        self._entries = entries
-        self._stored = split_experts(_headers(Path(path), config), entries)
+        of_map = weight_map(config)
+        self._stored = split_experts(_headers(Path(path), config), of_map)
+        self._changed = changed_forms(of_map, self._stored, config.quantization)
+        self._entries = self._as_stored(of_map)
         tied = self._stored.pop(TIED_HEAD, None) if config.tie_word_embeddings else None
         self._tied_head = tied
-        check_against_map(Path(path), self._stored, entries)
+        check_against_map(Path(path), self._stored, self._entries)
 
     def read(
         self,
@@ -82,7 +85,13 @@ class Checkpoint:
 
         serving   beside steps: on one thread, without a wait for the whole device
         """
-        chosen = list(entries)
+        chosen = self._as_stored(entries)
+        for entry in chosen:
+            if entry.key in self._changed and not isinstance(slots[entry.key], WeightSlot):
+                raise CheckpointError(
+                    f"{entry.name} is {self._stored[entry.name].dtype}, but the model holds it quantised; name its "
+                    "module in quantization_config.modules_to_not_convert, or choose another kernels.grouped_gemm"
+                )
         packed = [entry for entry in chosen if isinstance(slots[entry.key], FourBitSlot)]
         check_column_orders(self._stored, packed)
         sources = []
@@ -94,6 +103,9 @@ class Checkpoint:
             sources.append(SlotSource(slots[entry.key], parts, entry.key, entry.four_bit))
         num_threads = 1 if serving else torch.get_num_threads()
         fill_slots(sources, device, num_threads=num_threads, serving=serving, progress=progress)
+
+    def _as_stored(self, entries: Iterable[WeightEntry]) -> list[WeightEntry]:
+        return [self._changed.get(entry.key, entry) for entry in entries]
 
     def check_tied_head(self) -> None:
         """Compare a head that is stored beside the embedding that it shares."""
@@ -107,6 +119,7 @@ def _headers(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Return the entries of all tensors that are kept and not skipped, under the names of the weight map."""
     found = {}
     stored = read_headers(folder)
+    renamed = (*config.renamed, *renamed_scales(config.quantization))
     of_base = not any(name.startswith(ROOT) for name in stored)
     for stored_name, tensor in stored.items():
         name = stored_name
@@ -115,5 +128,8 @@ def _headers(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
         skipped = any(it.startswith(config.skipped) for it in (stored_name, name))
         kept = name.startswith(config.kept) and not skipped
         if kept and not name.endswith(ROPE_TABLE):
-            found[mapped_name(name, config.renamed)] = tensor
+            mapped = mapped_name(name, renamed)
+            if mapped in found:
+                raise CheckpointError(f"{folder} holds {mapped} twice, also as {stored_name}")
+            found[mapped] = tensor
     return found

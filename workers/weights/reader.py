@@ -231,7 +231,10 @@ def copies(
 
 def _typed(buffer: torch.Tensor, stored: StoredTensor, start: int) -> torch.Tensor:
     raw = buffer[start : start + stored.num_bytes]
+    values = raw.view(DTYPES[stored.dtype])
+    if values.dtype == torch.float8_e8m0fnu:
+        values = values.float()  # torch has few operators for it
     if stored.columns is None:
-        return raw.view(DTYPES[stored.dtype]).view(stored.shape)
-    transposed = raw.view(DTYPES[stored.dtype]).view(stored.shape[1], -1)
+        return values.view(stored.shape)
+    transposed = values.view(stored.shape[1], -1)
     return transposed[:, slice(*stored.columns)].t().contiguous()

@@ -15,6 +15,7 @@ from workers.specs.four_bit import FourBitForm, Packing
 # Column of a word's eight that AWQ stores at each place, and the place of each column.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 AWQ_PLACES = tuple(AWQ_ORDER.index(column) for column in range(8))
+ONES = 0x11111111  # a word of eight codes 1
 Tensors = list[torch.Tensor]
 
 
@@ -45,10 +46,16 @@ def _compressed(form: FourBitFormat, tensors: Tensors) -> FourBitMatrix:
     return _ordered(FourBitMatrix(form, _words(packed_NW), _half(scales_NS), zeros_NS, order))
 
 
-def _gptq(form: FourBitFormat, tensors: Tensors, less: int = 1) -> FourBitMatrix:
-    """Words hold eight columns of one row, or the zero points of eight rows, `less` 1."""
+def _gptq(form: FourBitFormat, tensors: Tensors) -> FourBitMatrix:
+    """ONES was taken from each word as a whole: behind a zero point 0 the next one of its word is less by a borrow."""
     packed_WN, scales_SN, zeros_SW, group_K = tensors
-    zeros_NS = (_words(zeros_SW).t() + less) & 15
+    return _gptq_v2(form, [packed_WN, scales_SN, zeros_SW + ONES, group_K])
+
+
+def _gptq_v2(form: FourBitFormat, tensors: Tensors) -> FourBitMatrix:
+    """Words hold eight columns of one row, or the zero points of eight rows."""
+    packed_WN, scales_SN, zeros_SW, group_K = tensors
+    zeros_NS = _words(zeros_SW).t()
     if not form.zeros and not bool((zeros_NS == MIDDLE).all()):
         raise PackedValuesError(f"sym is true, but zero points differ from {MIDDLE}")
     order = _order(group_K, form.group)
@@ -59,10 +66,6 @@ def _gptq(form: FourBitFormat, tensors: Tensors, less: int = 1) -> FourBitMatrix
     return _ordered(
         FourBitMatrix(form, codes_NK, _half(scales_SN.t()), zeros, order if form.ordered else None)
     )
-
-
-def _gptq_v2(form: FourBitFormat, tensors: Tensors) -> FourBitMatrix:
-    return _gptq(form, tensors, 0)
 
 
 def _awq(form: FourBitFormat, tensors: Tensors) -> FourBitMatrix:

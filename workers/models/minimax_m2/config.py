@@ -26,7 +26,12 @@ IGNORED = (
     "shared_moe_mode",
     "use_mtp",
 )
-RENAMED = ((".mlp.", ".block_sparse_moe."),)  # in transformers' own layout
+RENAMED = (
+    (".mlp.", ".block_sparse_moe."),  # in transformers' own layout
+    (".gate_proj.", ".w1."),  # and as llm-compressor writes experts
+    (".up_proj.", ".w3."),
+    (".down_proj.", ".w2."),
+)
 
 
 def read_config(read: ConfigReader) -> ModelConfig:

@@ -15,7 +15,12 @@ NAMES = WeightNames(
     expert_up="experts.{}.w3.weight",
     expert_down="experts.{}.w2.weight",
 )
-RENAMED = ((".mlp.", ".block_sparse_moe."),)  # in transformers' own layout
+RENAMED = (
+    (".mlp.", ".block_sparse_moe."),  # in transformers' own layout
+    (".gate_proj.", ".w1."),  # and as llm-compressor writes experts
+    (".up_proj.", ".w3."),
+    (".down_proj.", ".w2."),
+)
 
 
 def read_config(read: ConfigReader) -> ModelConfig:
