@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.adapter_case import make_adapter
 from tests.checkpoints.families import names_of
+from tests.family_cases import family_checkpoint
 from tests.unit.model_case import SMALL, small_checkpoint
 from workers.adapters.layout import AdapterLayout
 from workers.adapters.peft_folder import PeftFolder
@@ -166,6 +167,16 @@ def test_adapters_of_other_models_are_refused(tmp_path: Path) -> None:
         "no place for model.layers.0.mlp.gate, model.layers.7.self_attn.q_proj; adapters may change "
         "self_attn.k_proj, self_attn.o_proj, self_attn.q_proj, self_attn.v_proj"
     )
+
+
+def test_modules_of_a_draft_head_are_refused_as_such(tmp_path: Path) -> None:
+    fields = {"mtp": True, "num_nextn_predict_layers": 1}
+    config = load_model_config(family_checkpoint(tmp_path / "m", "glm4_moe", "tied", **fields))
+    name = f"layers.{config.num_layers}.self_attn.q_proj"
+    folder = make_adapter(tmp_path / "a", {f"model.{name}": (64, 64)})
+    layout = AdapterLayout.of(config, LoraConfig(max_loras=1), ())
+    with pytest.raises(AdapterError, match=f"; {name} is of the head that drafts"):
+        layout.place(PeftFolder.read(folder))
 
 
 def test_missing_targets_name_the_setting(tmp_path: Path) -> None:

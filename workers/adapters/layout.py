@@ -218,6 +218,10 @@ class AdapterLayout:
         missing = {_target(entry, self.config) for entry in entries} - {None, *self.targets}
         if missing:
             text += f"; add {', '.join(sorted(map(str, missing)))} to lora.targets"
+        head = () if self.config.mtp is None else map(module_of, weight_map(self.config.mtp))
+        of_head = {self._module(name) for name in names} & {*head}
+        if of_head:
+            text += f"; {named(sorted(of_head))} is of the head that drafts, which adapters do not change"
         return text
 
 
