@@ -21,8 +21,8 @@ GIB = 2**30
 class SessionBytes:
     """Bytes of the KV of a session outside the device.
 
-    block    of a block of all layers, those of a draft model too:
-    draft_block  of a block of the layers of a draft model
+    block    of a block of all layers, those of a draft model among them
+    draft_block    of a block of the layers of a draft model
     state    of the states of linear attention at the end of a prompt, the only ones that its next turn needs
     window_blocks  blocks of its last window, for layers with one
     """

@@ -6,7 +6,6 @@ Knows nothing of HTTP responses or engines.
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from cluster.api.pooling.answer import AnswerShape, Classes, Embeddings, Pooled, Reranked, Scores
@@ -21,8 +20,8 @@ from cluster.api.pooling.fields import (
     ScoreRequest,
     parse_fields,
 )
-from cluster.api.pooling.pairs import PromptEncoder
 from cluster.api.request.draft import Drafter, EngineFacts, check_model
+from cluster.api.request.pooling_prompts import PoolingPrompts, opening
 from cluster.api.request.protocol import check_text, parse_chat, parse_prompts
 from cluster.errors import BadRequestError, ContextLengthError
 from workers.specs.pooling import PoolingSpec
@@ -125,9 +124,9 @@ class PoolingDrafter:
 
         return self._of_pairs(request, [request.query], texts, ("query", "documents"), shape)
 
-    @cached_property
-    def _prompts(self) -> PromptEncoder:
-        return PromptEncoder(self._tokenizer, self._spec)
+    @property
+    def _prompts(self) -> PoolingPrompts:
+        return self._drafter.pooling_prompts
 
     def _of_inputs(
         self, request: InputFields, body: dict[str, Any], shape: AnswerShape
@@ -156,8 +155,7 @@ class PoolingDrafter:
 
     def _chat_fields(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a chat; those of the body stand before the checkpoint's keywords of its template."""
-        options = {**(self._spec.chat_options or {})}
-        opens = options.pop("add_generation_prompt", False)
+        opens, options = opening(self._spec.chat_options or {})
         fields = {
             "add_generation_prompt": opens and not body.get("continue_final_message"),
             "chat_template_kwargs": options,
@@ -323,7 +321,7 @@ def check_pooling(drafter: Drafter) -> None:
     spec: PoolingSpec | None = drafter.settings.pooling
     if spec is None:
         return
-    prompts = PromptEncoder(drafter.tokenizer, spec)
+    prompts = drafter.pooling_prompts
     if spec.task == "embed" and spec.chat_options is not None:
         prompts.encode("a text", special=True, keep=None)
 

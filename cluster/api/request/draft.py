@@ -7,6 +7,7 @@ function here waits or uses an engine, and a `Draft` travels by pickle. Knows no
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 from cluster.api.answer.detokenizer import StopRules
@@ -14,6 +15,7 @@ from cluster.api.backend import EngineBackend
 from cluster.api.images.opened import prepare
 from cluster.api.images.reader import ImageReader
 from cluster.api.request.output_format import OutputFormat, OutputFormats
+from cluster.api.request.pooling_prompts import PoolingPrompts
 from cluster.api.request.prediction import predicted_text
 from cluster.api.request.prompt import Prompt, PromptEncoder
 from cluster.api.request.protocol import (
@@ -116,6 +118,12 @@ class Drafter:
         self.prompts = PromptEncoder(tokenizer, images)
         self.formats = OutputFormats(tokenizer, settings)
         self._sampling = SamplingBuilder(tokenizer, settings)
+
+    @cached_property
+    def pooling_prompts(self) -> PoolingPrompts:
+        """Of a model that makes vectors or scores. Raises ValueError if the tokenizer lacks the tokens of scores."""
+        assert self.settings.pooling is not None, "the model generates"
+        return PoolingPrompts(self.tokenizer, self.settings.pooling)
 
     def with_images(self, fetched: Mapping[str, bytes]) -> Self:
         """Return a drafter that reads images, with the files of http(s) URLs; needs a model that takes images."""

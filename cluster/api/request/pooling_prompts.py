@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 from cluster.api.tokenizer import ServingTokenizer
@@ -26,7 +26,7 @@ _OPENS_ANSWER = {"add_generation_prompt": True}  # without a file of keywords
 Messages = list[dict[str, Any]]
 
 
-class PromptEncoder:
+class PoolingPrompts:
     """Token ids of texts and of pairs, as the model of `spec` reads them."""
 
     def __init__(self, tokenizer: ServingTokenizer, spec: PoolingSpec) -> None:
@@ -59,8 +59,7 @@ class PromptEncoder:
 
         Raises BadRequestError if more than the document would have to be cut.
         """
-        template = _template(self._tokenizer, self._tokenizer.chat_template, self._spec)
-        if template == "pair":
+        if self._template == "pair":
             if instruction is not None:
                 raise BadRequestError(
                     "instruction: the prompts of this model have none", param="instruction"
@@ -68,7 +67,7 @@ class PromptEncoder:
             return self._tokenizer.encode_pair(query, document, keep=keep)
 
         def templated(part: str) -> list[int]:
-            if template == "chat":
+            if self._template == "chat":
                 messages = _messages(query, part, instruction)
                 options = self._spec.chat_options
                 given = _OPENS_ANSWER if options is None else options
@@ -86,6 +85,18 @@ class PromptEncoder:
         if len(token_ids) <= num_tokens:
             return text
         return self._tokenizer.decode(token_ids[:num_tokens])
+
+    @cached_property
+    def _template(self) -> ScoreTemplate:
+        """The prompt of a query and a document."""
+        spec = self._spec
+        if spec.score_template != "auto":
+            return spec.score_template
+        if spec.chat_options is None:
+            by_roles = bool(_ROLES.search(self._tokenizer.chat_template))
+        else:
+            by_roles = _writes_pairs(self._tokenizer, spec.chat_options)
+        return "chat" if by_roles else "pair" if spec.labels else "qwen3_reranker"
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -108,18 +119,6 @@ class PromptEncoder:
         return token_ids
 
 
-@lru_cache(maxsize=8)
-def _template(tokenizer: ServingTokenizer, chat_template: str, spec: PoolingSpec) -> ScoreTemplate:
-    """Return the prompt of a query and a document; `chat_template` is that of the tokenizer."""
-    if spec.score_template != "auto":
-        return spec.score_template
-    if spec.chat_options is None:
-        by_roles = bool(_ROLES.search(chat_template))
-    else:
-        by_roles = _writes_pairs(tokenizer, spec.chat_options)
-    return "chat" if by_roles else "pair" if spec.labels else "qwen3_reranker"
-
-
 def _writes_pairs(tokenizer: ServingTokenizer, options: Mapping[str, Any]) -> bool:
     """Whether a prompt by the chat template changes with the query and with the document."""
     pairs = ("alpha", "bravo"), ("charlie", "bravo"), ("alpha", "foxtrot")
@@ -140,9 +139,14 @@ def _messages(query: str, document: str, instruction: str | None) -> Messages:
 
 
 def _rendered(tokenizer: ServingTokenizer, messages: Messages, options: Mapping[str, Any]) -> str:
-    keywords = {**options}
-    opens = bool(keywords.pop("add_generation_prompt", False))
+    opens, keywords = opening(options)
     return tokenizer.render_chat(messages, keywords, add_generation_prompt=opens)
+
+
+def opening(options: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Return whether a template with these keywords opens an answer, and its own keywords."""
+    keywords = {**options}
+    return bool(keywords.pop("add_generation_prompt", False)), keywords
 
 
 def _token_id(tokenizer: ServingTokenizer, token: str | int) -> int:
