@@ -114,7 +114,8 @@ class LogitsProcessors:
             return None
         key = slots_B.tobytes()
         if key != self._last_key:  # one set of rows usually decodes for many steps
-            self._last_key, self._last = key, self._gather(slots_B.tolist())
+            found = self._gather(slots_B.tolist()) if self.any_of(slots_B) else None
+            self._last_key, self._last = key, found
         return self._last
 
     def apply(
@@ -191,9 +192,7 @@ class LogitsProcessors:
             self._penalties.count(draft_B, rows, times_B)
         self._penalties.count(draft_B, penalised, -times_B)
 
-    def _gather(self, slots: list[int]) -> BatchProcessors | None:
-        if self._used.isdisjoint(slots):
-            return None
+    def _gather(self, slots: list[int]) -> BatchProcessors:
         return BatchProcessors(
             self._gather_allowed(slots),
             self._bad_words.batch(slots),
