@@ -15,28 +15,27 @@ CHAOS = ("chaos-cpu", "chaos-cpu-hang", "chaos-cpu-faults", "chaos-cpu-200")
 
 def gpu_pauses() -> Iterator[str]:
     """Failures of ranks on GPUs: one event each, and the streams that its pause counts."""
-    pair, shrink = load("gpu-recovery"), load("gpu-recovery-shrink")
-    assert {pair["streams"], shrink["streams"]} == {128}
-    assert len(pair["hardware"]["gpus"]) == len(shrink["hardware"]["gpus"]) == 2
-    yield f"with the shapes of Qwen3-30B-A3B and {pair['streams']} requests in flight"
-    servers = pair["servers"] | shrink["servers"]
-    counts = []
+    found = load("gpu-recovery")
+    assert found["clean_tree"] and len(found["hardware"]["gpus"]) == 2
+    yield f"with the shapes of Qwen3-30B-A3B and {found['streams']} requests in flight"
+    servers = found["servers"]
     for beginning, server, number in (
         ("an error in a step, no process died", "plain", 0),
         ("SIGKILL of one of two ranks", "plain", 1),
+        ("SIGSTOP of one of two ranks", "plain", 2),
         ("SIGKILL of a single rank with a standby", "standby", 0),
         ("SIGKILL of one of two ranks, the group goes on with one", "shrink", 0),
     ):
         failure = servers[server]["failures"][number]
-        counts.append(failure["streams"])
-        pause, serving = (f"{failure[key]:.1f} s" for key in ("pause_s", "serving_s"))
-        yield row(beginning, pause, failure["streams"], serving)
-    assert [server["answers"] for server in servers.values()] == [0, 0, 0]
-    assert counts[1:] == [128, 128, 128]
-    yield (
-        f"The other {128 - counts[0]} requests of the first row had no token before the failure, or none after it. The "
-        f"runs ended before an answer of {pair['output_len']:,} tokens was complete"
+        assert failure["streams"] == found["streams"]
+        yield row(beginning, *(f"{failure[key]:.1f} s" for key in ("pause_s", "serving_s")))
+    growth = servers["shrink"]["failures"][1]
+    assert growth["ranks"] == 2
+    yield row(
+        "growth back to two ranks", *(f"{growth[key]:.1f} s" for key in ("pause_s", "serving_s"))
     )
+    assert [server["answers"] for server in servers.values()] == [0, 0, 0]
+    yield f"The runs ended before an answer of {found['output_len']:,} tokens was complete"
 
 
 def groups() -> Iterator[str]:
