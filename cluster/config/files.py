@@ -130,14 +130,18 @@ def _set(source: ConfigSource, parts: list[str], value: Any, place: str) -> None
 
 
 def put(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in nested dictionaries; a value on the way that is no dictionary is replaced."""
-    *sections, last = key.split(".")
-    for section in sections:
-        child = data.get(section)
-        if not isinstance(child, dict):
-            child = data[section] = {}
-        data = child
-    data[last] = value
+    """Set a dotted key in nested dictionaries; a value on the way that is no dictionary is replaced.
+
+    A key of a dictionary may have dots itself, as the axes of an experiment do.
+    """
+    section, _, rest = key.partition(".")
+    if not rest or key in data:
+        data[key] = value
+        return
+    child = data.get(section)
+    if not isinstance(child, dict):
+        child = data[section] = {}
+    put(child, rest, value)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

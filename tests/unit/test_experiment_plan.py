@@ -39,6 +39,16 @@ def test_grid_pairs_and_lists_are_combined(folder: Path) -> None:
     assert found.cells[-1].workload.input_len == 9
 
 
+def test_an_axis_is_overridden_by_its_key(folder: Path) -> None:
+    path = write(folder, sweep={"grid": {"cluster.ranks": [1, 2], "workload.input_len": [8, 16]}})
+    found = load_experiment(path, ["sweep.grid.cluster.ranks=[2]", "config.overlap.mode=off"])
+    assert [cell.name for cell in found.cells] == [
+        "ranks=2, input_len=8",
+        "ranks=2, input_len=16",
+    ]
+    assert found.cells[0].config.overlap.mode == "off"
+
+
 def test_engines_are_shared_by_cells_of_equal_configuration(folder: Path) -> None:
     grid = {
         "workload.input_len": [8, 16],
