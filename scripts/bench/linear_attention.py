@@ -1,19 +1,18 @@
 """Times linear attention of one layer: decodes with drafts or without, and prompts, against floors of the device.
 
-    python -m scripts.bench.linear_attention --out linear.json
+    python -m scripts.bench.linear_attention --out /tmp/linear
 
 Shapes are Qwen3.6-35B-A3B's. The floor of decodes is one read and one write of each state; that of prompts is one read
 of the inputs and one write of the outputs, or the products, whichever is longer. Floors need `--gb-per-s` and
 `--tflops`. `--drafts 3` also times the decodes' sequences with 3 drafts, of which the step before accepted all, or
 half, or none. On a CPU:
 
-    python -m scripts.bench.linear_attention --device cpu --heads 2 4 --dim 32 --drafts 3 --prompts 1x64 --out x.json
+    python -m scripts.bench.linear_attention --device cpu --heads 2 4 --dim 32 --drafts 3 --prompts 1x64 --out /tmp/x
 """
 
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.interface.registry import LINEAR_ATTENTION, backend_class
 from kernels.linear_attention.base import LinearAttention
 from kernels.linear_attention.chunks import MAX_CHUNK
+from scripts.bench import results
 from scripts.bench.inputs import need_gpus
 from scripts.bench.timing import alternate, repeated
 
@@ -68,7 +68,7 @@ def _flops(spec: LinearAttentionSpec, num_tokens: int) -> int:
 
 def _measure(
     args: argparse.Namespace, name: str, num_seqs: int, new: int, accepted: int | None = None
-) -> dict[str, object]:
+) -> results.Found:
     """accepted: of the drafts of the step before; None: there are no drafts."""
     drafts = accepted is not None
     spec = LinearAttentionSpec(
@@ -90,7 +90,7 @@ def _measure(
         subject.plan(batch)
     calls = repeated(_call(subject, spec, num_seqs * new, dtype), LAYERS, graph=graph)
     us = alternate({"us": calls}, ROUNDS, LAYERS, device, digits=3)["us"]
-    found: dict[str, object] = {"backend": name, "sequences": num_seqs, "new_tokens": new, "us": us}
+    found: results.Found = {"backend": name, "sequences": num_seqs, "new_tokens": new, "us": us}
     found |= {"accepted": accepted} if drafts else {}
     if args.gb_per_s:
         row = (spec.channels + spec.value_size) * dtype.itemsize
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--gb-per-s", type=float, help="memory bandwidth of the device")
     parser.add_argument("--tflops", type=float, default=989.0, help="of the device, in bfloat16")
-    parser.add_argument("--out", type=Path, required=True)
+    results.add_options(parser, drawn=False)
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     if args.device == "cuda":
@@ -145,13 +145,16 @@ def main() -> None:
     ]
     absent = probe(args.device)
     names = args.backends or [x for x in LINEAR_ATTENTION if f"linear_attention.{x}" not in absent]
-    found = []
+    rows = list[results.Found]()
+    found = {"method": __doc__, **results.origin(int(args.device == "cuda"), args.commit)}
+    shape = {"heads": args.heads, "dim": args.dim, "dtype": args.dtype}
+    found |= {**shape, "layers": LAYERS, "rows": rows}
     with torch.inference_mode():
         for name in names:
             for case in cases:
-                found.append(_measure(args, name, *case))
-                print(json.dumps(found[-1]), flush=True)
-                args.out.write_text(json.dumps(found, indent=1) + "\n")
+                rows.append(_measure(args, name, *case))
+                print(json.dumps(rows[-1]), flush=True)
+                results.save(args.out, found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Claims of adapters, api, bench, configuration, experts, kv-cache, models and offline with measured figures."""
+"""Claims of measured figures: adapters, api, backends, bench, configuration, experts, kv-cache, models and offline."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -53,6 +53,23 @@ def api() -> Iterator[str]:
         f"{rates[2]:,.0f} on messages to 32 connections"
     )
     yield f"The median first token comes after {first[0]:.1f}, {first[1]:.1f} and {first[2]:.1f} ms"
+
+
+def backends() -> Iterator[str]:
+    """Prompts of gated delta nets by both backends of GPUs."""
+    found = load("gpu-delta-nets")
+    assert found["clean_tree"] and found["hardware"]["gpus"] == ["NVIDIA H200, 143771 MiB"]
+    assert (found["heads"], found["dim"]) == ([16, 32], 128)
+    ms = {
+        (one["backend"], one["sequences"], one["new_tokens"]): f"{one['us'] / 1e3:.2f} ms"
+        for one in found["rows"]
+    }
+    for beginning, size, has in (
+        ("With one prompt of 8,192 tokens a layer of Qwen3.6-35B-A3B took", (1, 8192), True),
+        ("with eight prompts of 1,024 tokens", (8, 1024), False),
+    ):
+        names = [f" with `{name}`" if has else "" for name in ("triton", "flashinfer")]
+        yield f"{beginning} {ms['triton', *size]}{names[0]} and {ms['flashinfer', *size]}{names[1]}"
 
 
 def bench() -> Iterator[str]:

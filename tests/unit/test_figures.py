@@ -17,7 +17,7 @@ CLAIMS: dict[str, tuple[Claims, ...]] = {
     "README.md": (readme.claims,),
     "docs/adapters.md": (pages.adapters, constants.adapters),
     "docs/api.md": (pages.api, constants.api),
-    "docs/backends.md": (constants.backends,),
+    "docs/backends.md": (pages.backends, constants.backends),
     "docs/bench.md": (pages.bench, constants.bench),
     "docs/cluster.md": (constants.cluster,),
     "docs/configuration.md": (pages.configuration,),
