@@ -24,10 +24,10 @@ def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings |
     processor = read_processor(Path(folder))
     given = processor.get("size")
     size = given if isinstance(given, Mapping) else {}
-    most = spec.most_pixels
+    most, rank_tokens = spec.most_pixels, spec.largest
     if config.scheduler.max_image_tokens != "auto":
         token = spec.counted_frames * (spec.patch_size * spec.merge_size) ** 2
-        most = min(most, limits.image * token)
+        most, rank_tokens = min(most, limits.image * token), limits.image
     least = processor.get("min_pixels") or size.get("shortest_edge") or Geometry.min_pixels
     geometry = Geometry(
         patch_size=spec.patch_size,
@@ -37,6 +37,7 @@ def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings |
         max_pixels=most,
         counts_frames=spec.counted_frames > 1,
         resample=processor.get("resample", Geometry.resample),
+        rank_tokens=rank_tokens,
     )
     videos = video_settings(config, spec, limits)
     return ImageSettings(

@@ -1,6 +1,7 @@
 """Settings of images: from a checkpoint with a vision tower, its mistakes, and what `phalanx check` prints."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,29 @@ def test_limits_of_the_ranks(folders: dict[str, Path]) -> None:
         assert 90 <= max(sizes) <= 100
     found = image_settings(config(folders["qwen3_vl_moe"]))
     assert found is not None and found.max_request_tokens == 512  # the longest sequence
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "glm4v_moe"])
+@pytest.mark.parametrize("most", [1, 2, 5, 30, "auto"])
+def test_no_image_has_more_tokens_than_a_rank_takes(
+    folders: dict[str, Path], name: str, most: int | str
+) -> None:
+    """Where sides are rounded up to the fewest pixels, and where an image is thinner than a token."""
+    found = config(folders[name], **{"scheduler.max_image_tokens": most})
+    spec = configured_model(found.model).vision
+    images = image_settings(found)
+    assert spec is not None and images is not None and images.videos is not None
+    limit = spec.largest if most == "auto" else int(most)
+    geometry, rules = images.geometry, images.videos.rules
+    equal = geometry.within(geometry.max_pixels, geometry.max_pixels)
+    draw = random.Random(0)
+    for longest in (60, 500, 4000) * 40:
+        size = draw.randint(20, longest), draw.randint(20, longest)
+        for own in (geometry, equal, geometry.within(None, 1)):
+            assert 1 <= own.num_tokens(*size) <= limit
+            assert own.num_tokens(*size) == own.num_tokens(*size[::-1])
+        _, rows, columns = rules.grid(2, *size)
+        assert 1 <= rows * columns // rules.merge_size**2 <= limit
 
 
 def test_limits_in_the_older_spelling(folders: dict[str, Path], tmp_path: Path) -> None:
