@@ -113,6 +113,13 @@ def test_limits_in_the_older_spelling(folders: dict[str, Path], tmp_path: Path) 
     found = image_settings(config(folder))
     assert found is not None
     assert (found.geometry.min_pixels, found.geometry.max_pixels) == (128, 2048)
+    # transformers 5 leaves the file of an older version beside its own.
+    older = processor | {"min_pixels": 64, "max_pixels": 1024, "image_mean": [0.5] * 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(older))
+    both = image_settings(config(folder))
+    assert both is not None and both.geometry == found.geometry
+    vision = configured_model(config(folder).model).vision
+    assert vision is not None and list(vision.scale.mean) == processor["image_mean"]
 
 
 @pytest.mark.parametrize(
