@@ -85,6 +85,19 @@ def test_a_rate_that_varies(container: str, codec: str) -> None:
 
 
 @needs_av
+def test_a_single_frame() -> None:
+    """GLM takes it twice, Qwen takes two frames at least: so do transformers' processors."""
+    source = VideoFile(grey_video(1), LIMIT)
+    for style in ("glm4v", "glm46v"):
+        rules = replace(RULES, style=style)
+        video = OpenedVideo.of(video_at(""), source, rules, sampled=False)
+        assert video.frames == [0, 0] and len(video.texts) == len(video.parts) == 1
+        assert np.allclose(greys(video), [0, 0], atol=3)
+    with pytest.raises(BadRequestError, match="video 0: it has 1 frames; expected at least 2"):
+        OpenedVideo.of(video_at(""), source, RULES, sampled=False)
+
+
+@needs_av
 def test_a_turned_video() -> None:
     data = grey_video(4, size=(64, 32))
     plain, turned = (
