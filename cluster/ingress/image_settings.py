@@ -11,6 +11,9 @@ from workers.images.limits import ImageLimits
 from workers.models.config_reader import read_json
 from workers.models.vision.reads import read_processor
 from workers.specs.model import ModelConfig
+from workers.specs.vision import GlmVisionSpec
+
+_LEAST_OF_GLM = 12_544  # pixels, where a checkpoint of GLM has no limit; as transformers has them
 
 
 def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings | None:
@@ -28,7 +31,8 @@ def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings |
     if config.scheduler.max_image_tokens != "auto":
         token = spec.counted_frames * (spec.patch_size * spec.merge_size) ** 2
         most, rank_tokens = min(most, limits.image * token), limits.image
-    least = processor.get("min_pixels") or size.get("shortest_edge") or Geometry.min_pixels
+    default = _LEAST_OF_GLM if isinstance(spec, GlmVisionSpec) else Geometry.min_pixels
+    least = processor.get("min_pixels") or size.get("shortest_edge") or default
     geometry = Geometry(
         patch_size=spec.patch_size,
         merge_size=spec.merge_size,

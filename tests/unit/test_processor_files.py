@@ -60,17 +60,25 @@ OF_QWEN: dict[str, Callable[[str], Files]] = {
     "limits apart": lambda _: RELEASE | {OLD: RELEASED | LIMITS},
     "one limit apart": lambda _: RELEASE | {OLD: RELEASED | {"max_pixels": 2**12}},
 }
+WITHOUT = ("image_mean", "image_std", "rescale_factor", "size")
+OF_GLM: dict[str, Callable[[str], Files]] = {
+    "no values": lambda _: {OLD: {key: RELEASED[key] for key in RELEASED.keys() - set(WITHOUT)}},
+}
 
 
 @pytest.mark.parametrize(
     ("family", "case"),
-    [*product(FAMILIES, CASES), *product(("qwen3_vl_moe", "qwen3_5_moe"), OF_QWEN)],
+    [
+        *product(FAMILIES, CASES),
+        *product(("qwen3_vl_moe", "qwen3_5_moe"), OF_QWEN),
+        *product(("glm4v_moe",), OF_GLM),
+    ],
 )
 def test_settings_equal_those_of_transformers(tmp_path: Path, family: str, case: str) -> None:
     sizes = {"num_layers": 2, "hidden_size": 64, "num_experts": 4, "weights": False}
     folder = make_checkpoint(tmp_path / "model", family=family, vision=True, **sizes)
     (folder / OLD).unlink()
-    for name, content in (CASES | OF_QWEN)[case](family).items():
+    for name, content in (CASES | OF_QWEN | OF_GLM)[case](family).items():
         (folder / name).write_text(json.dumps(content))
     of_images, of_videos = (kind.from_pretrained(folder) for kind in FAMILIES[family])
     model = {"path": str(folder), "weights": "dummy", "max_model_len": 4096}
