@@ -31,6 +31,7 @@ def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings |
     if config.scheduler.max_image_tokens != "auto":
         token = spec.counted_frames * (spec.patch_size * spec.merge_size) ** 2
         most, rank_tokens = min(most, limits.image * token), limits.image
+    resample = processor.get("resample")
     default = _LEAST_OF_GLM if isinstance(spec, GlmVisionSpec) else Geometry.min_pixels
     least = processor.get("min_pixels") or size.get("shortest_edge") or default
     geometry = Geometry(
@@ -40,7 +41,7 @@ def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings |
         min_pixels=min(least, most),
         max_pixels=most,
         counts_frames=spec.counted_frames > 1,
-        resample=processor.get("resample", Geometry.resample),
+        resample=Geometry.resample if resample is None else resample,
         rank_tokens=rank_tokens,
     )
     videos = video_settings(config, spec, limits)

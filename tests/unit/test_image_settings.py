@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cluster.api.images.geometry import Geometry
 from cluster.api.images.settings import ImageSettings
 from cluster.commands.check import check
 from cluster.config.errors import ConfigError
@@ -108,11 +109,13 @@ def test_limits_in_the_older_spelling(folders: dict[str, Path], tmp_path: Path) 
     processor = json.loads((folder / "preprocessor_config.json").read_text())
     del processor["size"]
     (folder / "preprocessor_config.json").unlink()
-    newer = {"image_processor": processor | {"min_pixels": 128, "max_pixels": 2048}}
+    limits = {"min_pixels": 128, "max_pixels": 2048}
+    newer = {"image_processor": processor | limits | {"resample": None}}
     (folder / "processor_config.json").write_text(json.dumps(newer))
     found = image_settings(config(folder))
     assert found is not None
     assert (found.geometry.min_pixels, found.geometry.max_pixels) == (128, 2048)
+    assert found.geometry.resample == Geometry.resample
     # transformers 5 leaves the file of an older version beside its own.
     older = processor | {"min_pixels": 64, "max_pixels": 1024, "image_mean": [0.5] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(older))
