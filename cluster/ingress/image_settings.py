@@ -29,8 +29,7 @@ def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings |
     size = given if isinstance(given, Mapping) else {}
     most, rank_tokens = spec.most_pixels, spec.largest
     if config.scheduler.max_image_tokens != "auto":
-        token = spec.counted_frames * (spec.patch_size * spec.merge_size) ** 2
-        most, rank_tokens = min(most, limits.image * token), limits.image
+        most, rank_tokens = min(most, limits.image * spec.token_pixels), limits.image
     resample = processor.get("resample")
     default = _LEAST_OF_GLM if isinstance(spec, GlmVisionSpec) else Geometry.min_pixels
     least = processor.get("min_pixels") or size.get("shortest_edge") or default

@@ -132,6 +132,10 @@ def test_limits_in_the_older_spelling(folders: dict[str, Path], tmp_path: Path) 
             {"serve.images.max_pixels": 2**17},
             "serve.images.max_pixels: 131072 is more than the 65536",
         ),
+        (
+            {"scheduler.max_image_tokens": 10, "serve.images.min_pixels": 641},
+            "serve.images.min_pixels: 641 is more than the 640 of scheduler.max_image_tokens = 10",
+        ),
         ({"serve.images.min_pixels": 900, "serve.images.max_pixels": 400}, "900 is more than"),
         ({"serve.allowed_media_folder": "/no/such"}, "there is no folder '/no/such'"),
         ({"serve.images.max_body_bytes": 2**30}, "hold no body of serve.images.max_body_bytes"),
