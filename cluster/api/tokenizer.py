@@ -220,6 +220,9 @@ def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> Serv
     """
     folder = Path(folder)
     hf_tokenizer = _load_hf_tokenizer(folder)
+    if chat_template is None and not hf_tokenizer.chat_template:
+        # Of the processor of a model with images, as transformers wrote it before version 5.
+        chat_template = _read_json(folder / "chat_template.json").get("chat_template")
     if chat_template is not None:
         hf_tokenizer.chat_template = chat_template
     config = _read_json(folder / "config.json")

@@ -16,8 +16,7 @@ def images_line(config: PhalanxConfig, rank_config: RankConfig, model: ModelConf
         return _none(config, model)
     geometry, limits = found.geometry, ImageLimits.of(rank_config, model.vision)
     unit = (geometry.patch_size * geometry.merge_size) ** 2
-    frames = geometry.frames if geometry.counts_frames else 1
-    most = geometry.max_pixels // (unit * frames)
+    most = geometry.max_pixels // model.vision.token_pixels
     origins = ["data URLs"]
     if found.allowed_domains:
         origins.append(f"http(s) URLs of {', '.join(found.allowed_domains)}")

@@ -25,14 +25,16 @@ def check_images(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[P
     spec = None if model is None else model.vision
     if spec is None:
         return
-    limit = spec.most_pixels
+    tokens = config.scheduler.max_image_tokens
+    limit, reason, place = spec.most_pixels, "of the checkpoint's processor", "model.path"
+    if tokens != "auto" and int(tokens) * spec.token_pixels < limit:
+        limit, place = int(tokens) * spec.token_pixels, "scheduler.max_image_tokens"
+        reason = f"of {place} = {tokens}"
     for name in ("min_pixels", "max_pixels"):
         value = getattr(images, name)
         if value is not None and value > limit:
             yield Problem(
-                f"serve.images.{name}",
-                f"{value} is more than the {limit} of the checkpoint's processor",
-                ("model.path",),
+                f"serve.images.{name}", f"{value} is more than the {limit} {reason}", (place,)
             )
     given, value = (
         read_video_processor(Path(config.model.folder)).get("size"),

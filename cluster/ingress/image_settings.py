@@ -11,6 +11,9 @@ from workers.images.limits import ImageLimits
 from workers.models.config_reader import read_json
 from workers.models.vision.reads import read_processor
 from workers.specs.model import ModelConfig
+from workers.specs.vision import GlmVisionSpec
+
+_LEAST_OF_GLM = 12_544  # pixels, where a checkpoint of GLM has no limit; as transformers has them
 
 
 def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings | None:
@@ -24,11 +27,12 @@ def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings |
     processor = read_processor(Path(folder))
     given = processor.get("size")
     size = given if isinstance(given, Mapping) else {}
-    most = spec.most_pixels
+    most, rank_tokens = spec.most_pixels, spec.largest
     if config.scheduler.max_image_tokens != "auto":
-        token = spec.counted_frames * (spec.patch_size * spec.merge_size) ** 2
-        most = min(most, limits.image * token)
-    least = processor.get("min_pixels") or size.get("shortest_edge") or Geometry.min_pixels
+        most, rank_tokens = min(most, limits.image * spec.token_pixels), limits.image
+    resample = processor.get("resample")
+    default = _LEAST_OF_GLM if isinstance(spec, GlmVisionSpec) else Geometry.min_pixels
+    least = processor.get("min_pixels") or size.get("shortest_edge") or default
     geometry = Geometry(
         patch_size=spec.patch_size,
         merge_size=spec.merge_size,
@@ -36,7 +40,8 @@ def image_settings(config: PhalanxConfig, model: ModelConfig) -> ImageSettings |
         min_pixels=min(least, most),
         max_pixels=most,
         counts_frames=spec.counted_frames > 1,
-        resample=processor.get("resample", Geometry.resample),
+        resample=Geometry.resample if resample is None else resample,
+        rank_tokens=rank_tokens,
     )
     videos = video_settings(config, spec, limits)
     return ImageSettings(

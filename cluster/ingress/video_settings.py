@@ -70,9 +70,14 @@ def video_settings(
 
 
 def _kind_of(processor: Mapping[str, Any], spec: VisionSpec) -> Any:
-    """Return transformers' class of a video processor; that of the family where the checkpoint has none."""
+    """Return transformers' class of a video processor.
+
+    A checkpoint without one has that of the same name as its image processor, or of the family.
+    """
     family = "Glm4vVideoProcessor" if isinstance(spec, GlmVisionSpec) else "Qwen3VLVideoProcessor"
-    return processor.get("video_processor_type") or family
+    of_images = str(processor.get("image_processor_type"))
+    same = of_images.replace("ImageProcessor", "VideoProcessor")
+    return processor.get("video_processor_type") or (same if same in _STYLES else family)
 
 
 def _frame_tokens(processor: Mapping[str, Any]) -> int | None:

@@ -1,5 +1,7 @@
 """`serve.chat_template`: a file that replaces the checkpoint's chat template."""
 
+import json
+
 import pytest
 
 from cluster.api.tokenizer import load_tokenizer
@@ -86,6 +88,24 @@ def test_prompts_are_those_of_the_file(api_of):
     assert bytes(ids) == b"[user] hi\n"
     assert_error(api.chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "no_tools")
     assert "reasoning" not in api.chat("hi").json()["choices"][0]["message"]
+
+
+def test_the_template_of_an_older_processor(tmp_path):
+    """It counts where the tokenizer has none, and goes to the processes of bodies too."""
+    folder = tiny_checkpoint(tmp_path / "tiny")
+    own = load_tokenizer(folder).chat_template
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    assert load_tokenizer(folder).chat_template == own != TEMPLATE
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    del settings["chat_template"]
+    file.write_text(json.dumps(settings))
+    found = load_tokenizer(folder)
+    assert found.chat_template == load_tokenizer(*found.source).chat_template == TEMPLATE
+    other = load_tokenizer(folder, "{{ messages[0].content }}")
+    assert other.chat_template == "{{ messages[0].content }}"
+    (folder / "chat_template.json").unlink()
+    assert load_tokenizer(folder).chat_template == ""
 
 
 def test_formats_are_those_of_the_file(api_of):

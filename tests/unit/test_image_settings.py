@@ -1,11 +1,13 @@
 """Settings of images: from a checkpoint with a vision tower, its mistakes, and what `phalanx check` prints."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.api.images.geometry import Geometry
 from cluster.api.images.settings import ImageSettings
 from cluster.commands.check import check
 from cluster.config.errors import ConfigError
@@ -76,6 +78,29 @@ def test_limits_of_the_ranks(folders: dict[str, Path]) -> None:
     assert found is not None and found.max_request_tokens == 512  # the longest sequence
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "glm4v_moe"])
+@pytest.mark.parametrize("most", [1, 2, 5, 30, "auto"])
+def test_no_image_has_more_tokens_than_a_rank_takes(
+    folders: dict[str, Path], name: str, most: int | str
+) -> None:
+    """Where sides are rounded up to the fewest pixels, and where an image is thinner than a token."""
+    found = config(folders[name], **{"scheduler.max_image_tokens": most})
+    spec = configured_model(found.model).vision
+    images = image_settings(found)
+    assert spec is not None and images is not None and images.videos is not None
+    limit = spec.largest if most == "auto" else int(most)
+    geometry, rules = images.geometry, images.videos.rules
+    equal = geometry.within(geometry.max_pixels, geometry.max_pixels)
+    draw = random.Random(0)
+    for longest in (60, 500, 4000) * 40:
+        size = draw.randint(20, longest), draw.randint(20, longest)
+        for own in (geometry, equal, geometry.within(None, 1)):
+            assert 1 <= own.num_tokens(*size) <= limit
+            assert own.num_tokens(*size) == own.num_tokens(*size[::-1])
+        _, rows, columns = rules.grid(2, *size)
+        assert 1 <= rows * columns // rules.merge_size**2 <= limit
+
+
 def test_limits_in_the_older_spelling(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "older"
     folder.mkdir()
@@ -84,11 +109,20 @@ def test_limits_in_the_older_spelling(folders: dict[str, Path], tmp_path: Path) 
     processor = json.loads((folder / "preprocessor_config.json").read_text())
     del processor["size"]
     (folder / "preprocessor_config.json").unlink()
-    newer = {"image_processor": processor | {"min_pixels": 128, "max_pixels": 2048}}
+    limits = {"min_pixels": 128, "max_pixels": 2048}
+    newer = {"image_processor": processor | limits | {"resample": None}}
     (folder / "processor_config.json").write_text(json.dumps(newer))
     found = image_settings(config(folder))
     assert found is not None
     assert (found.geometry.min_pixels, found.geometry.max_pixels) == (128, 2048)
+    assert found.geometry.resample == Geometry.resample
+    # transformers 5 leaves the file of an older version beside its own.
+    older = processor | {"min_pixels": 64, "max_pixels": 1024, "image_mean": [0.5] * 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(older))
+    both = image_settings(config(folder))
+    assert both is not None and both.geometry == found.geometry
+    vision = configured_model(config(folder).model).vision
+    assert vision is not None and list(vision.scale.mean) == processor["image_mean"]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +131,10 @@ def test_limits_in_the_older_spelling(folders: dict[str, Path], tmp_path: Path) 
         (
             {"serve.images.max_pixels": 2**17},
             "serve.images.max_pixels: 131072 is more than the 65536",
+        ),
+        (
+            {"scheduler.max_image_tokens": 10, "serve.images.min_pixels": 641},
+            "serve.images.min_pixels: 641 is more than the 640 of scheduler.max_image_tokens = 10",
         ),
         ({"serve.images.min_pixels": 900, "serve.images.max_pixels": 400}, "900 is more than"),
         ({"serve.allowed_media_folder": "/no/such"}, "there is no folder '/no/such'"),

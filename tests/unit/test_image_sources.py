@@ -30,6 +30,8 @@ def settings(**fields: Any) -> ImageSettings:
         data_url(DATA, ""),
         data_url(DATA, "image/png;charset=utf-8"),
         data_url(DATA).replace("data", "DATA", 1),
+        "data:;base64," + base64.encodebytes(DATA).decode(),
+        data_url(DATA).rstrip("="),
         data_url(DATA).replace("+", "%2B").replace("/", "%2F").replace("image%2F", "image/"),
     ],
 )

@@ -68,6 +68,36 @@ def test_formats(container: str, codec: str) -> None:
 
 
 @needs_av
+@pytest.mark.parametrize(
+    ("container", "codec"),
+    [("matroska", "libx264"), ("webm", "libvpx"), ("webm", "libvpx-vp9"), ("mp4", "libx264")],
+)
+def test_a_rate_that_varies(container: str, codec: str) -> None:
+    """The rate is that of the frames, as transformers' decoder has it: a recording's header has its highest rate."""
+    times = list(np.cumsum([500, 33, 33, 900, 33, 1200, 33, 33, 700, 1000]))
+    data = grey_video(10, rate=30, container=container, codec=codec, times=times)
+    source = VideoFile(data, LIMIT)
+    assert source.clip.num_frames == 10
+    # From the first frame to the end of the last one, which is as long as the header or the frame before has it.
+    assert 10 / 5 < source.clip.fps < 10 / 3.9
+    video = OpenedVideo.of(video_at(""), source, RULES, sampled=False)
+    assert len(video.frames) >= 7  # two of each of about four seconds
+
+
+@needs_av
+def test_a_single_frame() -> None:
+    """GLM takes it twice, Qwen takes two frames at least: so do transformers' processors."""
+    source = VideoFile(grey_video(1), LIMIT)
+    for style in ("glm4v", "glm46v"):
+        rules = replace(RULES, style=style)
+        video = OpenedVideo.of(video_at(""), source, rules, sampled=False)
+        assert video.frames == [0, 0] and len(video.texts) == len(video.parts) == 1
+        assert np.allclose(greys(video), [0, 0], atol=3)
+    with pytest.raises(BadRequestError, match="video 0: it has 1 frames; expected at least 2"):
+        OpenedVideo.of(video_at(""), source, RULES, sampled=False)
+
+
+@needs_av
 def test_a_turned_video() -> None:
     data = grey_video(4, size=(64, 32))
     plain, turned = (

@@ -12,6 +12,7 @@ from cluster.commands.check import check
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from cluster.ingress.image_settings import image_settings
+from tests.checkpoints.families import PROCESSOR
 from tests.checkpoints.writer import make_checkpoint
 from workers.models.registry import configured_model
 
@@ -60,6 +61,25 @@ def test_without_a_processor_of_its_own(made: Made, family: str, style: str, tok
     assert (rules.style, rules.patch_size, rules.merge_size, rules.per_token) == (style, 4, 2, 2)
     assert (rules.min_pixels, rules.max_pixels, rules.rank_tokens) == (64, 2**16, 512)
     assert (rules.fps, rules.frame_tokens, rules.most_frames) == (2.0, None, 768)
+
+
+@pytest.mark.parametrize(
+    ("family", "of_images", "style"),
+    [
+        ("qwen3_vl_moe", "Qwen2VLImageProcessorFast", "qwen3_vl"),
+        ("glm4v_moe", "Glm4vImageProcessor", "glm4v"),
+        ("glm4v_moe", "Glm46VImageProcessor", "glm46v"),
+    ],
+)
+def test_the_name_of_the_processor_of_images(
+    made: Made, family: str, of_images: str, style: str
+) -> None:
+    folder = made(family)
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(PROCESSOR | {"image_processor_type": of_images})
+    )
+    videos = settings_of(folder).videos
+    assert videos is not None and videos.rules.style == style
 
 
 def test_the_processor_of_a_checkpoint(made: Made) -> None:

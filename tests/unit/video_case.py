@@ -2,6 +2,8 @@
 
 import base64
 import io
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -52,8 +54,12 @@ def grey_video(
     size: tuple[int, int] = (64, 48),
     container: str = "mp4",
     codec: str = "libx264",
+    times: Sequence[int] | None = None,
 ) -> bytes:
-    """A video whose frame i is grey with the value 10 i."""
+    """A video whose frame i is grey with the value 10 i.
+
+    times   of the frames, in milliseconds; None: by the rate
+    """
     import av
 
     file = io.BytesIO()
@@ -63,7 +69,10 @@ def grey_video(
         stream.pix_fmt = "yuv420p"
         for number in range(count):
             pixels = np.full((size[1], size[0], 3), 10 * number % 256, np.uint8)
-            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, "rgb24")):
+            frame = av.VideoFrame.from_ndarray(pixels, "rgb24")
+            if times is not None:
+                frame.pts, frame.time_base = times[number], Fraction(1, 1000)
+            for packet in stream.encode(frame):
                 opened.mux(packet)
         for packet in stream.encode():
             opened.mux(packet)

@@ -75,10 +75,14 @@ class VisionSpec:
         return 1
 
     @property
+    def token_pixels(self) -> int:
+        """Pixels of a token of an image, as the limits of the processor count them."""
+        return self.counted_frames * (self.patch_size * self.merge_size) ** 2
+
+    @property
     def largest(self) -> int:
         """Most tokens of an image that the checkpoint's processor makes."""
-        token = self.counted_frames * (self.patch_size * self.merge_size) ** 2
-        return max(1, self.most_pixels // token)
+        return max(1, self.most_pixels // self.token_pixels)
 
     @property
     def mlp_weights(self) -> int:

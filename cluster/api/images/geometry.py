@@ -30,6 +30,7 @@ class Geometry:
     counts_frames  as GLM-4.5V has it: both limits count the pixels of all frames, and an image smaller than a token is
                    enlarged before all else
     resample       filter of PIL
+    rank_tokens    most tokens of an image, as ranks take them; None: no limit beside `max_pixels`
     """
 
     patch_size: int = 16
@@ -39,6 +40,7 @@ class Geometry:
     max_pixels: int = 16_777_216
     counts_frames: bool = False
     resample: int = Image.Resampling.BICUBIC
+    rank_tokens: int | None = None
 
     @property
     def bytes_of_token(self) -> int:
@@ -86,6 +88,7 @@ class Geometry:
         elif area < self.min_pixels:
             grow = math.sqrt(self.min_pixels / (frames * tall * wide))
             rows, columns = math.ceil(tall * grow / unit), math.ceil(wide * grow / unit)
+        rows, columns = fitted(rows, columns, self.rank_tokens)
         return rows * self.merge_size, columns * self.merge_size
 
     def num_tokens(self, width: int, height: int) -> int:
@@ -104,6 +107,18 @@ class Geometry:
             self.merge_size,
             self.frames,
         )
+
+
+def fitted(rows: int, columns: int, most: int | None) -> tuple[int, int]:
+    """Return rows and columns of at most `most` tokens; the longer side is cut. most: None: no limit.
+
+    The processors exceed their own limit where they round sides up, and with sides of less than one token.
+    """
+    if most is None or rows * columns <= most:
+        return rows, columns
+    if rows > columns:
+        return most // columns, columns
+    return rows, most // rows
 
 
 def resized(

@@ -124,8 +124,11 @@ def _of_data_url(url: str, limit: SizeLimit) -> bytes:
 
 
 def _of_base64(text: str) -> bytes:
+    """Return the bytes of base64 as browsers read it in data URLs: with line ends in it, and without `=` at its end."""
     if "%" in text:
         text = unquote_to_bytes(text).decode("ascii", "replace")
+    text = "".join(text.split())
+    text += "=" * (-len(text) % 4)
     try:
         data = base64.b64decode(text, altchars=None, validate=True)
     except (binascii.Error, ValueError):

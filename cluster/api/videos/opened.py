@@ -34,12 +34,12 @@ class OpenedVideo:
         """Choose the frames of a video. Raises BadRequestError. sampled: the client has chosen them."""
         clip = source.clip
         with numbered(medium):
-            if clip.num_frames < rules.per_token:
+            frames = list(range(clip.num_frames)) if sampled else rules.frames(clip)
+            if len(frames) < rules.per_token:  # GLM takes a single frame twice
                 raise BadRequestError(
                     f"it has {clip.num_frames} frames; expected at least {rules.per_token}",
                     code=INVALID,
                 )
-            frames = list(range(clip.num_frames)) if sampled else rules.frames(clip)
             found = cls(medium, source, rules, frames)
             assert found.grid[0] == len(found.texts), (found.grid, found.texts)
         return found

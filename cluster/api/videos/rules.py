@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from PIL import Image
 
-from cluster.api.images.geometry import MAX_ASPECT
+from cluster.api.images.geometry import MAX_ASPECT, fitted
 from cluster.api.videos.sampling import Clip, by_duration, by_seconds, evenly, thinned
 from cluster.errors import BadRequestError
 
@@ -119,6 +119,7 @@ class VideoRules:
         elif area < self.min_pixels:
             grow = math.sqrt(self.min_pixels / (num_frames * tall * wide))
             rows, columns = math.ceil(tall * grow / unit), math.ceil(wide * grow / unit)
+        rows, columns = fitted(rows, columns, self.rank_tokens)
         times = math.ceil(num_frames / self.per_token)
         return times, rows * self.merge_size, columns * self.merge_size
 

@@ -4,6 +4,7 @@ The content of a file decides its format. Neither a playlist nor another file th
 """
 
 import io
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -56,9 +57,8 @@ class VideoFile:
     def __init__(self, data: bytes, max_pixels: int) -> None:
         self._data, self._max_pixels = data, max_pixels
         with _decoding(), self._opened() as (container, stream):
-            packets = container.demux(stream)
-            count = sum(1 for packet in packets if packet.size and not packet.is_discard)
-            rate = float(stream.average_rate or stream.guessed_rate or 0)
+            count, seconds = _scan(container, stream)
+            rate = float(stream.average_rate or stream.guessed_rate or UNKNOWN_FPS)
             width, height = stream.width, stream.height
         if not count or min(width, height) < 1:
             raise BadRequestError("it has no frames", code=INVALID)
@@ -66,7 +66,8 @@ class VideoFile:
             raise BadRequestError(
                 f"it has {width} x {height} pixels, more than {max_pixels} (serve.images.max_source_pixels)"
             )
-        self.clip = Clip(count, rate or UNKNOWN_FPS, width, height)
+        # The header of a recording in Matroska or WebM has the highest rate, not that of the frames.
+        self.clip = Clip(count, count / seconds if seconds > 0 else rate, width, height)
 
     def read(self, numbers: Sequence[int]) -> Iterator[Image.Image]:
         """Yield these frames, turned as the file has it."""
@@ -134,6 +135,22 @@ class FrameList:
             with _of_frame(number), decoding():
                 image = as_rgb(self._files[number])
             yield image
+
+
+def _scan(container: Any, stream: Any) -> tuple[int, float]:
+    """Return the frames, and the seconds from the start of the first one to the end of the last one; 0: unknown.
+
+    Packets are counted and not decoded, as torchcodec does it, which transformers reads videos with.
+    """
+    count, start, end = 0, math.inf, -math.inf
+    for packet in container.demux(stream):
+        if not packet.size or packet.is_discard:
+            continue
+        count += 1
+        time = packet.dts if packet.pts is None else packet.pts
+        if time is not None:
+            start, end = min(start, time), max(end, time + (packet.duration or 0))
+    return count, max(0.0, float((end - start) * stream.time_base))
 
 
 @contextmanager

@@ -91,12 +91,12 @@ def with_sections(
 
 
 def read_processor(folder: Path) -> Mapping[str, Any]:
-    """Return the settings of the image processor of a checkpoint folder, from the old or the new file, or {}."""
-    found: Mapping[str, Any] = read_json(folder, PROCESSOR, required=False)
-    if found:
-        return found
+    """Return the settings of the image processor of a checkpoint folder, or {}.
+
+    A folder may have both files: transformers 5 writes the new one beside the old one, and prefers it.
+    """
     new = read_json(folder, NEW_PROCESSOR, required=False).get("image_processor")
-    return new if isinstance(new, dict) else {}
+    return new if isinstance(new, dict) else read_json(folder, PROCESSOR, required=False)
 
 
 def read_video_processor(folder: Path) -> Mapping[str, Any]:
