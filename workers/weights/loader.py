@@ -24,8 +24,8 @@ from workers.weights.files import (
 )
 from workers.weights.fused_experts import split_experts
 from workers.weights.reader import SlotSource, fill_slots
-from workers.weights.slots import FourBitSlot, Progress, Slot, SlottedModel, WeightSlot
-from workers.weights.stored_forms import changed_forms
+from workers.weights.slots import FourBitSlot, Progress, Slot, SlottedModel
+from workers.weights.stored_forms import changed_forms, check_unquantised
 from workers.weights.tensors import rank_weights
 
 HEADS = ("lm_head.", "score.")
@@ -65,7 +65,10 @@ class Checkpoint:
 
     def __init__(self, path: str | Path, config: ModelConfig):
         of_map = weight_map(config)
-        self._stored = split_experts(_headers(Path(path), config), of_map)
+        stored = _headers(Path(path), config)
+        if config.quantization is None and config.stacked_form is None:
+            check_unquantised(Path(path), stored)
+        self._stored = split_experts(stored, of_map)
         self._changed = changed_forms(of_map, self._stored, config.quantization)
         self._entries = self._as_stored(of_map)
         tied = self._stored.pop(TIED_HEAD, None) if config.tie_word_embeddings else None
@@ -87,10 +90,10 @@ class Checkpoint:
         """
         chosen = self._as_stored(entries)
         for entry in chosen:
-            if entry.key in self._changed and not isinstance(slots[entry.key], WeightSlot):
+            if entry.key in self._changed and isinstance(slots[entry.key], FourBitSlot):
                 raise CheckpointError(
-                    f"{entry.name} is {self._stored[entry.name].dtype}, but the model holds it quantised; name its "
-                    "module in quantization_config.modules_to_not_convert, or choose another kernels.grouped_gemm"
+                    f"{entry.name} is {self._stored[entry.name].dtype}, but the model holds it in four bits; name "
+                    "its module in quantization_config.modules_to_not_convert, or choose another kernels.grouped_gemm"
                 )
         packed = [entry for entry in chosen if isinstance(slots[entry.key], FourBitSlot)]
         check_column_orders(self._stored, packed)
