@@ -22,6 +22,7 @@ from workers.models.pooling_reads import (
 )
 from workers.models.vision.reads import read_processor, without_vision
 from workers.specs.model import ModelConfig
+from workers.specs.modelopt import METHOD
 from workers.specs.pooling import PoolingSpec
 
 
@@ -63,6 +64,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_moe": Family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
 }
 
+QUANTISATION = "quantization_config"
+MODELOPT_FILE = "hf_quant_config.json"
 LOGITS_HEAD = "lm_head."  # begins the names of its tensors
 DEFAULT_FAMILY = "qwen3_moe"  # of checkpoints that are written
 
@@ -80,6 +83,12 @@ def load_model_config(path: str | Path, section: ModelSection | None = None) -> 
     where = str(folder / "config.json")
     if problems:
         raise ModelConfigError(f"{folder}: " + "; ".join(problems))
+    modelopt = read_json(folder, MODELOPT_FILE, required=False).get("quantization")
+    if (
+        modelopt and raw.get(QUANTISATION) is None
+    ):  # as older versions of ModelOpt leave config.json
+        raw = {**raw, QUANTISATION: {**modelopt, "quant_method": METHOD}}
+        where = f"{where} with {MODELOPT_FILE}"
     return parse_model_config(raw, generation, where, modules, section, read_processor(folder))
 
 

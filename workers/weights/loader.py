@@ -11,7 +11,7 @@ import torch
 
 from kernels.routing.expert_map import ExpertMap
 from workers.specs.model import ModelConfig, weight_map
-from workers.specs.quantization import renamed_scales
+from workers.specs.quantization import renamed_scales, unread_scales
 from workers.specs.weight_map import WeightEntry, WeightKind, mapped_name
 from workers.weights.checkpoint_files import ROOT, CheckpointError
 from workers.weights.column_orders import check_column_orders
@@ -123,6 +123,7 @@ def _headers(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     found = {}
     stored = read_headers(folder)
     renamed = (*config.renamed, *renamed_scales(config.quantization))
+    unread = (ROPE_TABLE, *unread_scales(config.quantization))
     of_base = not any(name.startswith(ROOT) for name in stored)
     for stored_name, tensor in stored.items():
         name = stored_name
@@ -130,7 +131,7 @@ def _headers(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
             name = ROOT + name
         skipped = any(it.startswith(config.skipped) for it in (stored_name, name))
         kept = name.startswith(config.kept) and not skipped
-        if kept and not name.endswith(ROPE_TABLE):
+        if kept and not name.endswith(unread):
             mapped = mapped_name(name, renamed)
             if mapped in found:
                 raise CheckpointError(f"{folder} holds {mapped} twice, also as {stored_name}")
