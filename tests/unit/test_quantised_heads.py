@@ -18,6 +18,7 @@ from tests.unit.draft_case import OneRankDraft
 from tests.unit.test_quantised_files import FP8, FP8_CONFIGS, fp8_of, widened
 from workers.models.registry import load_model_config
 from workers.specs.model import weight_map
+from workers.weights.checkpoint_files import find_files, tensor_names
 from workers.weights.loader import Checkpoint
 from workers.weights.slots import BlockSlot
 
@@ -171,6 +172,26 @@ def test_a_projection_of_the_heads_inputs_that_is_quantised_too(tmp_path: Path, 
         tensors |= {name: codes, f"{name}_scale_inv": scales}
     save_file(tensors, path / FILE, metadata={"format": "pt"})
     check(path, family, values_of(tensors, config))
+
+
+def test_a_head_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """compressed-tensors 0.15 adds it to a model of one file, which keeps its name, by an index of both files."""
+    path = quantised(tmp_path, "qwen3_next", FP8)
+    tensors, alone = load_file(path / FILE), "model_mtp.safetensors"
+    values = values_of(tensors, FP8)
+    head = {name: value.clone() for name, value in values.items() if name.startswith("mtp.")}
+    base = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+    save_file(base, path / FILE, metadata={"format": "pt"})
+    save_file(head, path / alone, metadata={"format": "pt"})
+    index = path / "model.safetensors.index.json"
+    stale = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    index.write_text(json.dumps(stale))
+    assert tensor_names(path) == base.keys(), "an index of other files does not count"
+    files = dict.fromkeys(base, FILE) | dict.fromkeys(head, alone)
+    index.write_text(json.dumps({"weight_map": files}))
+    assert tensor_names(path) == files.keys()
+    assert {FILE, alone} <= find_files(path, weights=True).files.keys()
+    check(path, "qwen3_next", values)
 
 
 def test_a_matrix_in_16_bits_is_rounded_where_the_model_computes_in_fp8(tmp_path: Path) -> None:

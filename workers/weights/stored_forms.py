@@ -21,12 +21,13 @@ QUANTISED = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "U8", "I8", "I32",
 
 
 def check_unquantised(folder: Path, stored: Mapping[str, StoredTensor]) -> None:
-    """Raise CheckpointError for quantised tensors of a checkpoint without a `quantization_config`."""
-    for name, tensor in stored.items():
-        if tensor.dtype in QUANTISED:
-            raise CheckpointError(
-                f"{folder} is quantised ({name} is {tensor.dtype}), but its config.json has no quantization_config"
-            )
+    """Raise CheckpointError for quantised tensors with scales in a checkpoint without a `quantization_config`."""
+    packed = next((name for name, tensor in stored.items() if tensor.dtype in QUANTISED), None)
+    if packed is not None and any("scale" in name.rpartition(".")[2] for name in stored):
+        raise CheckpointError(
+            f"{folder} is quantised ({packed} is {stored[packed].dtype}), but its config.json has no "
+            "quantization_config"
+        )
 
 
 def changed_forms(
