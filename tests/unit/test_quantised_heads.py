@@ -72,6 +72,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_kv_heads": 2,
         "head_dim": 32,
     },
+    "qwen3_5_moe": {
+        "num_experts": 8,
+        "num_kv_heads": 2,
+        "shared_expert_intermediate_size": 64,
+        "linear_num_value_heads": 8,
+        "expert_layout": "apart",
+    },
     "qwen3_next": {"num_experts": 8, "num_kv_heads": 2, "shared_expert_intermediate_size": 64},
 }
 
@@ -109,7 +116,7 @@ def check(path: Path, family: str, values: dict[str, torch.Tensor]) -> None:
     (plain / "config.json").write_text(json.dumps(config))
     copies = {name: value.float().contiguous().clone() for name, value in values.items()}
     save_file(copies, plain / FILE, metadata={"format": "pt"})
-    reference = QwenMtp(plain) if family == "qwen3_next" else TransformersMtp(plain)
+    reference = QwenMtp(plain) if family.startswith("qwen") else TransformersMtp(plain)
     expected = draft_logits(reference, PROMPT, NEXT, DEPTH)
     for found, wanted in zip(
         OneRankDraft(path).logits([PROMPT], [NEXT], DEPTH), expected, strict=True
@@ -172,6 +179,30 @@ def test_a_projection_of_the_heads_inputs_that_is_quantised_too(tmp_path: Path, 
         tensors |= {name: codes, f"{name}_scale_inv": scales}
     save_file(tensors, path / FILE, metadata={"format": "pt"})
     check(path, family, values_of(tensors, config))
+
+
+@pytest.mark.parametrize("config", [GLM, AWQ], ids=["compressed", "awq"])
+@pytest.mark.parametrize("rules", [[], ["mtp", r"re:^mtp.*"]], ids=["without", "with"])
+def test_a_head_with_all_experts_in_one_tensor_beside_quantised_experts(
+    tmp_path: Path, config: dict[str, Any], rules: list[str]
+) -> None:
+    """Qwen3.5 is published so; tools that split the experts of the model copy the head with its tensors."""
+    key = "ignore" if config is GLM else "modules_to_not_convert"
+    config = config | {key: [*config[key], *(rules if config is GLM else rules[:1])]}
+    path = quantised(tmp_path, "qwen3_5_moe", config)
+    tensors = load_file(path / FILE)
+    values = values_of(tensors, config)
+    head = {name: value for name, value in values.items() if name.startswith("mtp.")}
+    at = "mtp.layers.0.mlp.experts."
+    gate, up, down = (
+        torch.stack([head.pop(f"{at}{expert}.{part}_proj.weight") for expert in range(8)])
+        for part in ("gate", "up", "down")
+    )
+    head |= {f"{at}gate_up_proj": torch.cat((gate, up), 1), f"{at}down_proj": down}
+    stored = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+    stored |= {name: value.contiguous() for name, value in head.items()}
+    save_file(stored, path / FILE, metadata={"format": "pt"})
+    check(path, "qwen3_5_moe", values)
 
 
 def test_a_head_in_a_file_of_its_own(tmp_path: Path) -> None:
