@@ -16,8 +16,11 @@ from tests.draft_reference import QwenMtp, TransformersMtp, draft_logits
 from tests.family_cases import family_checkpoint
 from tests.unit.draft_case import OneRankDraft
 from tests.unit.test_quantised_files import FP8, FP8_CONFIGS, fp8_of, widened
+from workers.config import ModelSection
+from workers.models.draft_config import load_draft_config
 from workers.models.registry import load_model_config
 from workers.specs.model import weight_map
+from workers.speculation_config import SpeculationConfig
 from workers.weights.checkpoint_files import find_files, tensor_names
 from workers.weights.loader import Checkpoint
 from workers.weights.slots import BlockSlot
@@ -239,3 +242,28 @@ def test_a_matrix_in_16_bits_is_rounded_where_the_model_computes_in_fp8(tmp_path
     held = BlockWeights.empty(*plain.shape, device="cpu")
     Checkpoint(path, config).read([entry], {name: BlockSlot(held)}, torch.device("cpu"))
     torch.testing.assert_close(held.values.float() * held.scales[0, 0], plain, atol=0, rtol=0.07)
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+@pytest.mark.parametrize("case", ["deepseek-fp8", "glm-awq", "qwen-awq"])
+def test_a_head_without_scales_is_not_quantised_in_memory(
+    tmp_path: Path, case: str, prefix: str
+) -> None:
+    """Its dense products stay in 16 bits; before, they were to be in FP8 or in four bits by the rules for all."""
+    family, config = CASES[case]
+    path = quantised(tmp_path, family, config)
+    section = ModelSection(path=str(path))
+    speculation = SpeculationConfig(method="mtp")
+    tensors = load_file(path / FILE)
+    if not prefix:
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        save_file(tensors, path / FILE)
+    found = load_draft_config(speculation, section, load_model_config(path))
+    assert found is not None and found.layers.quantization is not None
+    head = "mtp." if family == "qwen3_next" else f"{prefix}layers.3."
+    stored = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
+    values = values_of(tensors, config)
+    stored |= {name: value.contiguous() for name, value in values.items() if name.startswith(head)}
+    save_file(stored, path / FILE)
+    found = load_draft_config(speculation, section, load_model_config(path))
+    assert found is not None and found.layers.quantization is None
