@@ -137,6 +137,18 @@ def test_other_formats_are_refused_by_name_before_files_are_read(
         load_model_config(path)
 
 
+def test_descriptions_of_two_formats_are_refused(tmp_path: Path) -> None:
+    """FP8 in blocks has a name of TensorRT-LLM in the second file; config.json decides."""
+    path = small_checkpoint(tmp_path, weights=False, fp8=True, **SHAPE)
+    for algorithm in ("NVFP4", "FP8_BLOCK_SCALES"):
+        (path / QUANT_FILE).write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
+        if algorithm == "NVFP4":
+            with pytest.raises(ModelConfigError, match=r"quant_method is 'fp8', but .* 'NVFP4'"):
+                load_model_config(path)
+        else:
+            assert load_model_config(path).quantization is not None
+
+
 @pytest.mark.parametrize("bits", [{"num_bits": 4, "type": "float", "group_size": 16}, None])
 def test_groups_of_other_weights_are_refused(bits: dict[str, Any] | None) -> None:
     problems: list[str] = []

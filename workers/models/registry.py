@@ -83,13 +83,26 @@ def load_model_config(path: str | Path, section: ModelSection | None = None) -> 
     where = str(folder / "config.json")
     if problems:
         raise ModelConfigError(f"{folder}: " + "; ".join(problems))
-    modelopt = read_json(folder, MODELOPT_FILE, required=False).get("quantization")
-    if (
-        modelopt and raw.get(QUANTISATION) is None
-    ):  # as older versions of ModelOpt leave config.json
-        raw = {**raw, QUANTISATION: {**modelopt, "quant_method": METHOD}}
-        where = f"{where} with {MODELOPT_FILE}"
+    raw, where = _with_modelopt(raw, folder, where)
     return parse_model_config(raw, generation, where, modules, section, read_processor(folder))
+
+
+def _with_modelopt(raw: dict[str, Any], folder: Path, where: str) -> tuple[dict[str, Any], str]:
+    """Return config.json with the quantisation that older versions of ModelOpt leave out of it, and `where`."""
+    modelopt = read_json(folder, MODELOPT_FILE, required=False).get("quantization")
+    if not isinstance(modelopt, Mapping):
+        return raw, where
+    found, algorithm = raw.get(QUANTISATION), modelopt.get("quant_algo")
+    if found is None:
+        found = {**modelopt, "quant_method": METHOD}
+        return {**raw, QUANTISATION: found}, f"{where} with {MODELOPT_FILE}"
+    method = found.get("quant_method") if isinstance(found, Mapping) else found
+    if method != METHOD and algorithm is not None and not str(algorithm).startswith("FP8"):
+        raise ModelConfigError(
+            f"{where}: {QUANTISATION}.quant_method is {method!r}, but quant_algo in {MODELOPT_FILE} is "
+            f"{algorithm!r}; the files of weights can have one of them"
+        )
+    return raw, where
 
 
 def configured_model(section: ModelSection) -> ModelConfig:
