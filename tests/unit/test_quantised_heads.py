@@ -228,7 +228,9 @@ def test_a_head_in_a_file_of_its_own(tmp_path: Path) -> None:
     check(path, "qwen3_next", values)
 
 
-def test_a_matrix_in_16_bits_is_rounded_where_the_model_computes_in_fp8(tmp_path: Path) -> None:
+def test_a_matrix_in_16_bits_is_rounded_where_the_model_computes_in_fp8(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """config.json gives it to the products in FP8, which round other weights at load too."""
     path = quantised(tmp_path, "deepseek_v3", FP8)
     config = load_model_config(path).mtp
@@ -241,6 +243,8 @@ def test_a_matrix_in_16_bits_is_rounded_where_the_model_computes_in_fp8(tmp_path
     (entry,) = [entry for entry in weight_map(config) if entry.name == name]
     held = BlockWeights.empty(*plain.shape, device="cpu")
     Checkpoint(path, config).read([entry], {name: BlockSlot(held)}, torch.device("cpu"))
+    assert "1 matrices are not quantised, as quantization_config in config.json has" in caplog.text
+    assert f"such as {name} (F32); the model rounds them" in caplog.text
     torch.testing.assert_close(held.values.float() * held.scales[0, 0], plain, atol=0, rtol=0.07)
 
 

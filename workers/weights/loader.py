@@ -4,6 +4,7 @@ Every file's header is checked against the weight map first, so that one error n
 are read into the model's fused parameters. Knows nothing of what the tensors mean.
 """
 
+import logging
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
@@ -24,10 +25,11 @@ from workers.weights.files import (
 )
 from workers.weights.fused_experts import split_experts
 from workers.weights.reader import SlotSource, fill_slots
-from workers.weights.slots import FourBitSlot, Progress, Slot, SlottedModel
+from workers.weights.slots import FourBitSlot, Progress, Slot, SlottedModel, WeightSlot
 from workers.weights.stored_forms import changed_forms, check_unquantised
 from workers.weights.tensors import rank_weights
 
+logger = logging.getLogger(__name__)
 HEADS = ("lm_head.", "score.")
 ROPE_TABLE = ".rotary_emb.inv_freq"  # old checkpoints hold it; it follows from config.json
 
@@ -89,12 +91,7 @@ class Checkpoint:
         serving   beside steps: on one thread, without a wait for the whole device
         """
         chosen = self._as_stored(entries)
-        for entry in chosen:
-            if entry.key in self._changed and isinstance(slots[entry.key], FourBitSlot):
-                raise CheckpointError(
-                    f"{entry.name} is {self._stored[entry.name].dtype}, but the model holds it in four bits; name "
-                    "its module in quantization_config.modules_to_not_convert, or choose another kernels.grouped_gemm"
-                )
+        self._check_changed([entry for entry in chosen if entry.key in self._changed], slots)
         packed = [entry for entry in chosen if isinstance(slots[entry.key], FourBitSlot)]
         check_column_orders(self._stored, packed)
         sources = []
@@ -106,6 +103,28 @@ class Checkpoint:
             sources.append(SlotSource(slots[entry.key], parts, entry.key, entry.four_bit))
         num_threads = 1 if serving else torch.get_num_threads()
         fill_slots(sources, device, num_threads=num_threads, serving=serving, progress=progress)
+
+    def _check_changed(self, changed: list[WeightEntry], slots: Mapping[str, Slot]) -> None:
+        """Refuse matrices in 16 bits that the model holds in four bits; warn of those that it holds in FP8."""
+        rounded = []
+        for entry in changed:
+            slot = slots[entry.key]
+            if isinstance(slot, WeightSlot):
+                continue
+            dtype = self._stored[entry.name].dtype
+            if isinstance(slot, FourBitSlot):
+                raise CheckpointError(
+                    f"{entry.name} is {dtype}, but the model holds it in four bits; name its module in "
+                    "quantization_config.modules_to_not_convert, or choose another kernels.grouped_gemm"
+                )
+            rounded.append(f"{entry.name} ({dtype})")
+        if rounded:
+            logger.warning(
+                "%d matrices are not quantised, as quantization_config in config.json has them, such as %s; the model "
+                "rounds them to FP8",
+                len(rounded),
+                rounded[0],
+            )
 
     def _as_stored(self, entries: Iterable[WeightEntry]) -> list[WeightEntry]:
         return [self._changed.get(entry.key, entry) for entry in entries]
