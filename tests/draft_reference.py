@@ -181,7 +181,10 @@ class PlainEagle3(_OfModel):
         self.decoder(torch.tensor([token_ids]))
         for hook in hooks:
             hook.remove()
-        aux_TA = torch.cat([found[number] for number in self.aux], -1)
+        aux = [found[number] for number in self.aux]
+        if self.settings.get("fc_norm"):
+            aux = [self.norm(f"fc_norm.{place}", x_TD) for place, x_TD in enumerate(aux)]
+        aux_TA = torch.cat(aux, -1)
         if self.settings.get("norm_before_fc"):
             aux_TA = self.norm("input_norm", aux_TA)
         return F.linear(aux_TA, self.tensors["fc.weight"])

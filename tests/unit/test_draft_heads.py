@@ -91,6 +91,18 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("speculators", ("embed_tokens.weight",), {"norm_before_residual": True}),
         ("speculators", (), {"norm_before_fc": True, "norm_output": True}),
         ("eagle", ("lm_head.weight",), {"draft_vocab_size": 320}),
+        # EAGLE 3.1, as TorchSpec and SpecForge write it for a target with experts
+        (
+            "eagle",
+            (),
+            {
+                "fc_norm": True,
+                "norm_output": True,
+                "num_aux_hidden_states": 3,
+                "decoder_sparse_step": 1,
+            },
+        ),
+        ("speculators", (), {"fc_norm": True}),
     ],
 )
 def test_logits_of_eagle3_equal_plain_torch(
@@ -107,6 +119,19 @@ def test_eagle3_with_a_layer_of_qwen3_norms_queries_and_keys(target: Path, tmp_p
     changes = {LAYER_CONFIG: QWEN3, "architectures": ["Eagle3DraftModel"]}
     draft = make_eagle3(tmp_path, config, "speculators", extra=extra, **changes)
     check(PlainEagle3(target, draft, {}, OUTPUTS), OneRankDraft(target, draft))
+
+
+def test_eagle3_stores_the_map_of_a_whole_vocabulary_too(target: Path, tmp_path: Path) -> None:
+    """SpecForge writes d2t always, and tensors may have the prefix of transformers' models."""
+    config, size = load_model_config(target), {"draft_vocab_size": 320}
+    extra = {"d2t": torch.zeros(320, dtype=torch.int64), "t2d": torch.ones(320, dtype=torch.bool)}
+    draft = make_eagle3(tmp_path, config, extra=extra, **size)
+    check(PlainEagle3(target, draft, {}, OUTPUTS), OneRankDraft(target, draft))
+    reference, file = PlainEagle3(target, draft, {}, OUTPUTS), draft / "model.safetensors"
+    prefixed = {f"model.{name}": tensor for name, tensor in load_file(file).items()}
+    prefixed["lm_head.weight"] = prefixed.pop("model.lm_head.weight")
+    save_file(prefixed, file)
+    check(reference, OneRankDraft(target, draft))
 
 
 def test_an_embedding_that_repeats_the_models_is_shared(target: Path, tmp_path: Path) -> None:
@@ -138,7 +163,12 @@ def test_eagle3_reads_the_middle_of_its_target_by_default(tmp_path: Path) -> Non
         ("eagle", {"mlp_bias": True}, ["mlp_bias is true"]),
         ("eagle", {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, ["[1, 2, 4]", "1 to 3"]),
         ("speculators", {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, ["[0, 1, 2]"]),
-        ("speculators", {"fc_norm": True}, ["fc_norm is true"]),
+        (
+            "speculators",
+            {"fc_norm": True, "norm_before_fc": True},
+            ["norm_before_fc and fc_norm are true"],
+        ),
+        ("eagle", {"num_aux_hidden_states": 2}, ["num_aux_hidden_states is 2", "supported: 3"]),
         ("speculators", {"speculators_model_type": "eagle"}, ['"eagle"', '"eagle3"']),
         (
             "speculators",

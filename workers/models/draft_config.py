@@ -1,6 +1,6 @@
 """Which draft model a configuration wants for a model: the head of its checkpoint, or EAGLE-3. Needs no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +43,19 @@ def _has_head(head: ModelConfig, tensors: frozenset[str]) -> bool:
     return any(name in stored or name.removeprefix(ROOT) in stored for name in names)
 
 
+def _as_stored(head: ModelConfig, tensors: frozenset[str]) -> ModelConfig:
+    """Return the head without quantisation where its tensors have no scales, whatever the rules of config.json are.
+
+    Tools that load a model without its head copy the head in 16 bits beside a quantised model, and its dense products
+    stay in 16 bits then. The experts are held as the kernel of the model's experts has them.
+    """
+    names = [name if name.startswith(ROOT) else ROOT + name for name in tensors]
+    of_head = [name for name in (*tensors, *names) if name.startswith(head.kept)]
+    if any("scale" in name.rpartition(".")[2] for name in of_head):
+        return head
+    return replace(head, quantization=None)
+
+
 def load_draft_config(
     speculation: SpeculationConfig, section: ModelSection, model: ModelConfig
 ) -> DraftConfig | None:
@@ -78,4 +91,4 @@ def load_draft_config(
             f"{section.folder} has and the files of weights there lack; expected ngram, or eagle3 with "
             "speculation.draft_model"
         )
-    return DraftConfig(model.mtp)
+    return DraftConfig(_as_stored(model.mtp, tensors) if tensors else model.mtp)

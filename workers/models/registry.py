@@ -22,6 +22,7 @@ from workers.models.pooling_reads import (
 )
 from workers.models.vision.reads import read_processor, without_vision
 from workers.specs.model import ModelConfig
+from workers.specs.modelopt import METHOD
 from workers.specs.pooling import PoolingSpec
 
 
@@ -63,6 +64,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_moe": Family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
 }
 
+QUANTISATION = "quantization_config"
+MODELOPT_FILE = "hf_quant_config.json"
 LOGITS_HEAD = "lm_head."  # begins the names of its tensors
 DEFAULT_FAMILY = "qwen3_moe"  # of checkpoints that are written
 
@@ -80,7 +83,26 @@ def load_model_config(path: str | Path, section: ModelSection | None = None) -> 
     where = str(folder / "config.json")
     if problems:
         raise ModelConfigError(f"{folder}: " + "; ".join(problems))
+    raw, where = _with_modelopt(raw, folder, where)
     return parse_model_config(raw, generation, where, modules, section, read_processor(folder))
+
+
+def _with_modelopt(raw: dict[str, Any], folder: Path, where: str) -> tuple[dict[str, Any], str]:
+    """Return config.json with the quantisation that older versions of ModelOpt leave out of it, and `where`."""
+    modelopt = read_json(folder, MODELOPT_FILE, required=False).get("quantization")
+    if not isinstance(modelopt, Mapping):
+        return raw, where
+    found, algorithm = raw.get(QUANTISATION), modelopt.get("quant_algo")
+    if found is None:
+        found = {**modelopt, "quant_method": METHOD}
+        return {**raw, QUANTISATION: found}, f"{where} with {MODELOPT_FILE}"
+    method = found.get("quant_method") if isinstance(found, Mapping) else found
+    if method != METHOD and algorithm is not None and not str(algorithm).startswith("FP8"):
+        raise ModelConfigError(
+            f"{where}: {QUANTISATION}.quant_method is {method!r}, but quant_algo in {MODELOPT_FILE} is "
+            f"{algorithm!r}; the files of weights can have one of them"
+        )
+    return raw, where
 
 
 def configured_model(section: ModelSection) -> ModelConfig:

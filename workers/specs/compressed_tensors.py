@@ -29,12 +29,15 @@ FP8_FORMATS = (None, "float-quantized", "naive-quantized", "mixed-precision")
 FIELDS: dict[str, tuple[Any, ...]] = {
     "format": (*FP8_FORMATS, "pack-quantized"),
     "quantization_status": (None, "compressed", "frozen"),
-    "kv_cache_scheme": (None,),
     "sparsity_config": (None, {}),
     "transform_config": (None, {}),
 }
-# Of bookkeeping.
-IGNORED = ("config_groups", "ignore", "quant_method", "version", "global_compression_ratio")
+CACHE = "kv_cache_scheme"
+# Read apart from FIELDS, or of bookkeeping.
+IGNORED = (
+    *("config_groups", "ignore", CACHE),
+    *("quant_method", "version", "global_compression_ratio"),
+)
 WEIGHT_FIELDS: dict[str, tuple[Any, ...]] = {
     "num_bits": (8,),
     "type": ("float",),
@@ -54,6 +57,7 @@ FOUR_BIT_FIELDS: dict[str, tuple[Any, ...]] = {
     "block_structure": (None,),
     "actorder": (None, False, True, "group", "dynamic", "weight", "static"),
 }
+FP8 = {"num_bits": 8, "type": "float"}
 OBSERVERS = ("block_structure", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 ORDERED = (True, "group", "dynamic")  # values of actorder that give each matrix an order of columns
 
@@ -68,13 +72,15 @@ class Group:
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """Groups of modules. `ignored`: names or patterns of modules that are not quantised.
+    """Groups of modules. The first group that names a module decides, before groups of all projections.
 
-    The first group that names a module decides, before groups of all projections.
+    ignored        names or patterns of modules that are not quantised
+    cache_scales   scales of cached K and V are stored, which are not read
     """
 
     groups: tuple[Group, ...]
     ignored: tuple[str, ...] = ()
+    cache_scales: bool = False
 
     @cached_property
     def _ignored_names(self) -> frozenset[str]:
@@ -112,7 +118,15 @@ def parse_compressed_tensors(
         _parse_group(group, f"{key}.config_groups.{name}", found.get("format"), problems)
         for name, group in given.items()
     )
-    return CompressedTensors(groups, _patterns(found, "ignore", key, problems))
+    cache = found.get(CACHE)
+    if cache is not None and not is_fp8(cache):
+        problems.append(f"{key}.{CACHE} is {cache!r}; supported: null or {FP8}")
+    return CompressedTensors(groups, _patterns(found, "ignore", key, problems), cache is not None)
+
+
+def is_fp8(scheme: Any) -> bool:
+    """Return whether a description of quantised values, maybe with more fields, is one of FP8."""
+    return isinstance(scheme, Mapping) and all(scheme.get(key) == FP8[key] for key in FP8)
 
 
 def _parse_group(group: Any, key: str, form: Any, problems: list[str]) -> Group:

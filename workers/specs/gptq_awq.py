@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from kernels.four_bit_format import GROUPS, FourBitFormat
 from workers.specs.four_bit import FourBitForm, Packing
@@ -58,6 +58,8 @@ class FourBitQuantization:
     patterns   regular expressions from the start of such names
     chosen     ends of the names of the quantised modules; (): all
     """
+
+    cache_scales: ClassVar[bool] = False
 
     stored: FourBitForm
     skipped: tuple[str, ...] = ()

@@ -1,18 +1,19 @@
 """Reads config.json's `quantization_config`: weights in FP8 or in four bits.
 
 `quant_method: fp8` is the format of DeepSeek's and Qwen3's releases (blocks) and of older FP8 releases (one scale a
-tensor). `workers.specs.compressed_tensors` reads `compressed-tensors`, `workers.specs.gptq_awq` reads `gptq` and `awq`.
-Knows nothing of tensors.
+tensor). `workers.specs.compressed_tensors` reads `compressed-tensors`, `workers.specs.gptq_awq` reads `gptq` and `awq`,
+`workers.specs.modelopt` reads `modelopt`. Knows nothing of tensors.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from workers.specs.compressed_tensors import parse_compressed_tensors
 from workers.specs.four_bit import FourBitForm
 from workers.specs.gptq_awq import parse_awq, parse_gptq
+from workers.specs.modelopt import EXCLUDED, METHOD, parse_modelopt
 from workers.specs.weight_map import Fp8Form, Scaling, mapped_name
 
 SCALE_SUFFIX = "_scale_inv"  # of blocks; other scales end in "_scale"
@@ -35,11 +36,17 @@ PARSERS: dict[Any, Callable[[Mapping[str, Any], str, list[str]], "Quantization"]
     "compressed-tensors": parse_compressed_tensors,
     "gptq": parse_gptq,
     "awq": parse_awq,
+    METHOD: parse_modelopt,
 }
+# End the names of scales of cached K and V. A cache in FP8 here has a scale for each token and head instead.
+CACHE_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
 
 class Quantization(Protocol):
-    """Which tensors of a checkpoint are stored in FP8 or in four bits."""
+    """Which tensors of a checkpoint are stored in FP8 or in four bits, and whether it has scales of cached K and V."""
+
+    @property
+    def cache_scales(self) -> bool: ...
 
     def form(self, tensor: str) -> Fp8Form | FourBitForm | None:
         """Return how the projection of this name is stored; None: in a floating dtype of 16 bits or more."""
@@ -48,6 +55,8 @@ class Quantization(Protocol):
 @dataclass(frozen=True)
 class Fp8Quantization:
     """FP8 in one form. `skipped`: modules without, by name (with modules below) or end of name."""
+
+    cache_scales: ClassVar[bool] = False
 
     stored: Fp8Form
     skipped: frozenset[str] = frozenset()
@@ -83,7 +92,7 @@ def parse_quantization(
         problems.append(f"{KEY} is {found!r}; expected a JSON object")
         return None
     found = dict(found)
-    for key in (*SKIPPED, "ignore"):
+    for key in (*SKIPPED, *EXCLUDED):
         if isinstance(names := found.get(key), list):
             found[key] = names + [
                 mapped_name(name, renamed) for name in names if isinstance(name, str)
@@ -104,6 +113,11 @@ def renamed_scales(quantization: Quantization | None) -> tuple[tuple[str, str], 
         isinstance(quantization, Fp8Quantization) and quantization.stored.scaling == Scaling.TENSOR
     )
     return ((SCALE_SUFFIX, "_scale"),) if of_tensors else ()
+
+
+def unread_scales(quantization: Quantization | None) -> tuple[str, ...]:
+    """Return the ends of the names of scales that a checkpoint has and nothing here reads."""
+    return CACHE_SCALES if quantization is not None and quantization.cache_scales else ()
 
 
 def _parse_fp8(found: Mapping[str, Any], problems: list[str]) -> Fp8Quantization:

@@ -68,12 +68,32 @@ def file_facts(path: Path) -> FileFacts:
     return FileFacts(size, digest.hexdigest())
 
 
+def has_one_file(folder: Path) -> bool:
+    """Return whether SINGLE_FILE holds all tensors: it is there, and no index names it beside other files.
+
+    Tools that add the head for multi-token prediction in a file of its own leave the one file under its name.
+    """
+    if not (folder / SINGLE_FILE).exists():
+        return False
+    try:
+        return SINGLE_FILE not in _read_index(folder).values()
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        return True
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor; raises what a missing or a broken index raises."""
+    found: dict[str, str] = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))[
+        "weight_map"
+    ]
+    return found
+
+
 def _weight_names(folder: Path) -> list[str]:
-    if (folder / SINGLE_FILE).exists():
+    if has_one_file(folder):
         return [SINGLE_FILE]
     try:
-        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-        return sorted(set(index["weight_map"].values()))
+        return sorted(set(_read_index(folder).values()))
     except FileNotFoundError:
         return [SINGLE_FILE]
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
@@ -86,15 +106,12 @@ def tensor_names(folder: Path) -> frozenset[str]:
     Return no names where neither can be read, which the loader reports.
     """
     try:
+        if not has_one_file(folder):
+            return frozenset(_read_index(folder))
         with (folder / SINGLE_FILE).open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
             return frozenset(json.loads(content.read(min(length, MAX_HEADER_BYTES)))) - {
                 "__metadata__"
             }
-    except (ValueError, TypeError, OSError):
-        pass
-    try:
-        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-        return frozenset(index["weight_map"])
     except (ValueError, KeyError, TypeError, OSError):
         return frozenset()

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from workers.specs.four_bit import DiskKind, DiskTensor
 from workers.specs.weight_map import WeightEntry
-from workers.weights.checkpoint_files import CheckpointError
+from workers.weights.checkpoint_files import CheckpointError, has_one_file
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -81,7 +81,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 def _weight_files(folder: Path) -> list[Path]:
     """Return the one file, or the files that the index names."""
-    if (folder / SINGLE_FILE).exists():
+    if has_one_file(folder):
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
     try:

@@ -4,6 +4,7 @@ Every file's header is checked against the weight map first, so that one error n
 are read into the model's fused parameters. Knows nothing of what the tensors mean.
 """
 
+import logging
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from kernels.routing.expert_map import ExpertMap
 from workers.specs.model import ModelConfig, weight_map
-from workers.specs.quantization import renamed_scales
+from workers.specs.quantization import renamed_scales, unread_scales
 from workers.specs.weight_map import WeightEntry, WeightKind, mapped_name
 from workers.weights.checkpoint_files import ROOT, CheckpointError
 from workers.weights.column_orders import check_column_orders
@@ -25,9 +26,10 @@ from workers.weights.files import (
 from workers.weights.fused_experts import split_experts
 from workers.weights.reader import SlotSource, fill_slots
 from workers.weights.slots import FourBitSlot, Progress, Slot, SlottedModel, WeightSlot
-from workers.weights.stored_forms import changed_forms
+from workers.weights.stored_forms import changed_forms, check_unquantised
 from workers.weights.tensors import rank_weights
 
+logger = logging.getLogger(__name__)
 HEADS = ("lm_head.", "score.")
 ROPE_TABLE = ".rotary_emb.inv_freq"  # old checkpoints hold it; it follows from config.json
 
@@ -65,7 +67,10 @@ class Checkpoint:
 
     def __init__(self, path: str | Path, config: ModelConfig):
         of_map = weight_map(config)
-        self._stored = split_experts(_headers(Path(path), config), of_map)
+        stored = _headers(Path(path), config)
+        if config.quantization is None and config.stacked_form is None:
+            check_unquantised(Path(path), stored)
+        self._stored = split_experts(stored, of_map)
         self._changed = changed_forms(of_map, self._stored, config.quantization)
         self._entries = self._as_stored(of_map)
         tied = self._stored.pop(TIED_HEAD, None) if config.tie_word_embeddings else None
@@ -86,12 +91,7 @@ class Checkpoint:
         serving   beside steps: on one thread, without a wait for the whole device
         """
         chosen = self._as_stored(entries)
-        for entry in chosen:
-            if entry.key in self._changed and not isinstance(slots[entry.key], WeightSlot):
-                raise CheckpointError(
-                    f"{entry.name} is {self._stored[entry.name].dtype}, but the model holds it quantised; name its "
-                    "module in quantization_config.modules_to_not_convert, or choose another kernels.grouped_gemm"
-                )
+        self._check_changed([entry for entry in chosen if entry.key in self._changed], slots)
         packed = [entry for entry in chosen if isinstance(slots[entry.key], FourBitSlot)]
         check_column_orders(self._stored, packed)
         sources = []
@@ -103,6 +103,28 @@ class Checkpoint:
             sources.append(SlotSource(slots[entry.key], parts, entry.key, entry.four_bit))
         num_threads = 1 if serving else torch.get_num_threads()
         fill_slots(sources, device, num_threads=num_threads, serving=serving, progress=progress)
+
+    def _check_changed(self, changed: list[WeightEntry], slots: Mapping[str, Slot]) -> None:
+        """Refuse matrices in 16 bits that the model holds in four bits; warn of those that it holds in FP8."""
+        rounded = []
+        for entry in changed:
+            slot = slots[entry.key]
+            if isinstance(slot, WeightSlot):
+                continue
+            dtype = self._stored[entry.name].dtype
+            if isinstance(slot, FourBitSlot):
+                raise CheckpointError(
+                    f"{entry.name} is {dtype}, but the model holds it in four bits; name its module in "
+                    "quantization_config.modules_to_not_convert, or choose another kernels.grouped_gemm"
+                )
+            rounded.append(f"{entry.name} ({dtype})")
+        if rounded:
+            logger.warning(
+                "%d matrices are not quantised, as quantization_config in config.json has them, such as %s; the model "
+                "rounds them to FP8",
+                len(rounded),
+                rounded[0],
+            )
 
     def _as_stored(self, entries: Iterable[WeightEntry]) -> list[WeightEntry]:
         return [self._changed.get(entry.key, entry) for entry in entries]
@@ -120,6 +142,7 @@ def _headers(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     found = {}
     stored = read_headers(folder)
     renamed = (*config.renamed, *renamed_scales(config.quantization))
+    unread = (ROPE_TABLE, *unread_scales(config.quantization))
     of_base = not any(name.startswith(ROOT) for name in stored)
     for stored_name, tensor in stored.items():
         name = stored_name
@@ -127,7 +150,7 @@ def _headers(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
             name = ROOT + name
         skipped = any(it.startswith(config.skipped) for it in (stored_name, name))
         kept = name.startswith(config.kept) and not skipped
-        if kept and not name.endswith(ROPE_TABLE):
+        if kept and not name.endswith(unread):
             mapped = mapped_name(name, renamed)
             if mapped in found:
                 raise CheckpointError(f"{folder} holds {mapped} twice, also as {stored_name}")

@@ -1,19 +1,33 @@
 """Finds the modules that a checkpoint stores in another form than its `quantization_config` gives. Reads no tensor.
 
-GPTQModel leaves modules in 16 bits by their architecture, and AutoAWQ and transformers quantise routers and gates,
-without a field for it. The tensors of the files decide.
+Tools leave modules in 16 bits without a rule: GPTQModel by their architecture, others the head for multi-token
+prediction, which transformers does not load. AutoAWQ and transformers quantise routers and gates, others the projection
+of a head's inputs, without a field for it. The tensors of the files decide.
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
-from workers.specs.four_bit import DiskKind, FourBitForm, Packing
+from workers.specs.four_bit import DiskKind, FourBitForm
 from workers.specs.quantization import Quantization
 from workers.specs.weight_map import Scaling, WeightEntry, WeightKind
+from workers.weights.checkpoint_files import CheckpointError
 from workers.weights.files import FLOATS, StoredTensor
 
-OF_MODULES = (Packing.GPTQ, Packing.GPTQ_V2, Packing.AWQ)  # the tensors' names differ from .weight
 # Matrices that models never hold quantised, and that releases keep in 16 bits.
-KEPT = (WeightKind.ROUTER, WeightKind.GATE)
+KEPT = (WeightKind.ROUTER, WeightKind.GATE, WeightKind.DRAFT_PROJECTION)
+# Names of safetensors of dtypes that quantised checkpoints alone have.
+QUANTISED = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "U8", "I8", "I32", "U32"})
+
+
+def check_unquantised(folder: Path, stored: Mapping[str, StoredTensor]) -> None:
+    """Raise CheckpointError for quantised tensors with scales in a checkpoint without a `quantization_config`."""
+    packed = next((name for name, tensor in stored.items() if tensor.dtype in QUANTISED), None)
+    if packed is not None and any("scale" in name.rpartition(".")[2] for name in stored):
+        raise CheckpointError(
+            f"{folder} is quantised ({packed} is {stored[packed].dtype}), but its config.json has no "
+            "quantization_config"
+        )
 
 
 def changed_forms(
@@ -22,14 +36,12 @@ def changed_forms(
     quantization: Quantization | None,
 ) -> dict[str, WeightEntry]:
     """Return the entries that are stored in another form than the weight map gives, by their keys, in that form."""
-    if quantization is None:
-        return {}
     found = {}
     for entry in entries:
-        if entry.four_bit is not None:
+        if entry.four_bit is not None or entry.fp8 is not None:
             if _is_plain(entry, stored):
-                found[entry.key] = entry._replace(four_bit=None)
-        elif entry.kind in KEPT and len(entry.shape) == 2:
+                found[entry.key] = entry._replace(four_bit=None, fp8=None)
+        elif quantization is not None and entry.kind in KEPT and len(entry.shape) == 2:
             quantised = _quantised(entry, quantization)
             if quantised is not None and _holds(quantised, stored):
                 found[entry.key] = quantised
@@ -40,18 +52,23 @@ def _is_plain(entry: WeightEntry, stored: Mapping[str, StoredTensor]) -> bool:
     """Return whether the matrix is stored in a floating dtype of 16 bits or more, and nothing of it quantised."""
     if entry.name not in stored or stored[entry.name].dtype not in FLOATS:
         return False
-    return not any(name in stored for name in entry.disk if name != entry.name)
+    plain = not any(name in stored for name in entry.disk if name != entry.name)
+    if plain and entry.stacked:
+        raise CheckpointError(
+            f"{entry.name} is {stored[entry.name].dtype}, but quantization_config in config.json packs the experts in "
+            "four bits; remove quantization_config, which tools forget that write weights in 16 bits"
+        )
+    return plain
 
 
 def _quantised(entry: WeightEntry, quantization: Quantization) -> WeightEntry | None:
     """Return the entry in the form that the rules give to its name, None if they leave it out."""
     form = quantization.form(entry.name)
     if isinstance(form, FourBitForm):
-        fits = form.packing in OF_MODULES and form.problem(*entry.shape) is None
-        return entry._replace(four_bit=form) if fits else None
-    # transformers leaves the scales of blocks unset for a matrix of one row
-    of_tensor = form is not None and form.scaling == Scaling.TENSOR
-    return entry._replace(fp8=form) if of_tensor else None
+        return entry._replace(four_bit=form) if form.problem(*entry.shape) is None else None
+    if form is None or (form.scaling == Scaling.BLOCK and entry.shape[0] == 1):
+        return None  # transformers leaves the scales of blocks unset for a matrix of one row
+    return entry._replace(fp8=form)
 
 
 def _holds(entry: WeightEntry, stored: Mapping[str, StoredTensor]) -> bool:

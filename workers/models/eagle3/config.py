@@ -13,6 +13,7 @@ from workers.models.config_reader import ConfigReader, ModelConfigError, read_js
 from workers.models.eagle3.spec import Eagle3AttentionSpec, Eagle3Config
 from workers.models.eagle3.weights import RENAMED, SKIPPED, Eagle3Names
 from workers.specs.model import LayerSpec, MlpSpec, ModelConfig
+from workers.specs.weight_map import mapped_name
 
 ARCHITECTURES = (
     *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
@@ -26,6 +27,7 @@ DEFAULTS = {
     "num_hidden_layers": 1,
     "norm_before_residual": False,
     "norm_before_fc": False,
+    "fc_norm": False,
     "norm_output": False,
 }
 # Values of `eagle_config` that draft models here have.
@@ -37,8 +39,9 @@ EAGLE_CONFIG: dict[str, tuple[Any, ...]] = {
     "next_layer_regular": (True, None),
     "parallel_draft_step": (1, None),
 }
-# Of training, and of other methods of the same library.
+# Of training, of other methods of the same library, and of a target with experts.
 IGNORED = (
+    "decoder_sparse_step",
     *("embed_requires_grad", "enable_sp_ulysses", "pretraining_tp", "sliding_window"),
     *("max_window_layers", "speculators_config", "speculators_version", "ttt_steps"),
 )
@@ -114,22 +117,29 @@ def _read(
     draft_vocab_size = read.integer_or("draft_vocab_size", vocab_size)
     target_dim = read.integer_or("target_hidden_size", dim)
     aux_layers = _read_aux_layers(read, target)
-    own_embedding = tensors is None or "embed_tokens.weight" in tensors
-    own_head = tensors is None or "lm_head.weight" in tensors
+    stored = None if tensors is None else {mapped_name(name, RENAMED) for name in tensors}
+    own_embedding = stored is None or "embed_tokens.weight" in stored
+    own_head = stored is None or "lm_head.weight" in stored
     eagle: dict[str, Any] = {
         "target_dim": target_dim,
         "draft_vocab_size": draft_vocab_size,
         "own_embedding": own_embedding,
         "own_head": own_head,
+        # SpecForge stores the map of a whole vocabulary too
+        "maps_tokens": draft_vocab_size < vocab_size or (stored is not None and "d2t" in stored),
         "norm_before_fc": read.boolean("norm_before_fc"),
+        "fc_norm": read.boolean("fc_norm"),
     }
+    if eagle["norm_before_fc"] and eagle["fc_norm"]:
+        read.problems.append("norm_before_fc and fc_norm are true; expected one of them at most")
     layer = LayerSpec(attention=_read_attention(read, dim), mlp=_read_mlp(read))
     for key, values in EAGLE_CONFIG.items():
         read.fixed(key, *values)
     read.fixed("num_hidden_layers", 1)
     read.fixed("target_vocab_size", vocab_size, None)
     read.fixed("speculators_model_type", "eagle3", None)
-    for key in ("fc_norm", "use_sliding_window", "bias", "mlp_bias"):
+    read.fixed("num_aux_hidden_states", len(aux_layers), None)
+    for key in ("use_sliding_window", "bias", "mlp_bias"):
         read.fixed(key, False, None)
     read.ignore(*IGNORED)
     norm_output = read.boolean("norm_output")

@@ -32,6 +32,8 @@ class Eagle3Head(LayerStack):
         eagle, dim = self._eagle, builder.hidden_size
         aux_dim = len(eagle.aux_layers) * eagle.target_dim
         self.aux_norm = builder.norm(aux_dim) if eagle.norm_before_fc else None
+        layers = eagle.aux_layers if eagle.fc_norm else ()
+        self.aux_norms = [builder.norm(eagle.target_dim) for _ in layers]
         self.fc = builder.dense(dim, aux_dim)
         self.embed_VD = self._target.embed_VD
         if eagle.own_embedding:
@@ -54,7 +56,10 @@ class Eagle3Head(LayerStack):
         self, hidden_TD: torch.Tensor, hidden_after: dict[int, torch.Tensor]
     ) -> torch.Tensor:
         """Return the states [T, D] for `forward`, of the hidden states after `aux_layers` in the target's forward."""
-        aux_TA = torch.cat([hidden_after[layer] for layer in self.aux_layers], -1)
+        aux = [hidden_after[layer] for layer in self.aux_layers]
+        if self.aux_norms:
+            aux = [norm(x_TD) for norm, x_TD in zip(self.aux_norms, aux, strict=True)]
+        aux_TA = torch.cat(aux, -1)
         return self.fc(aux_TA if self.aux_norm is None else self.aux_norm(aux_TA))
 
     def forward(self, batch: ForwardBatch, states_TD: torch.Tensor) -> torch.Tensor:

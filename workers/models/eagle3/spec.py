@@ -29,7 +29,9 @@ class Eagle3Config:
     draft_vocab_size  tokens that it can draft, each a token of the target
     own_embedding     the checkpoint has an embedding; else the target's is used
     own_head          the checkpoint has an output head; else the target's is used
+    maps_tokens       its tokens may have other numbers than the target's
     norm_before_fc    the hidden states are normed as one vector
+    fc_norm           the hidden states are normed each alone (EAGLE 3.1)
     norm_output       the states of the next depth are normed
     """
 
@@ -39,10 +41,7 @@ class Eagle3Config:
     draft_vocab_size: int
     own_embedding: bool
     own_head: bool
+    maps_tokens: bool
     norm_before_fc: bool
+    fc_norm: bool
     norm_output: bool
-
-    @property
-    def maps_tokens(self) -> bool:
-        """Whether its tokens have other numbers than the target's."""
-        return self.draft_vocab_size < self.model.vocab_size

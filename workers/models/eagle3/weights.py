@@ -12,7 +12,7 @@ from workers.specs.weight_map import WeightEntry, WeightKind
 
 LAYER = "midlayer."
 RENAMED = (("layers.0.", LAYER), ("model.", ""))  # in the layout of the speculators library
-SKIPPED = ("t2d",)  # which tokens of the target can be drafted; d2t has them too
+SKIPPED = ("t2d", "model.t2d")  # which tokens of the target can be drafted; d2t has them too
 INPUTS = 2  # vectors that q, k and v are products of
 
 
@@ -25,7 +25,9 @@ class Eagle3Names:
     draft_vocab_size: int
     own_embedding: bool
     own_head: bool
+    maps_tokens: bool
     norm_before_fc: bool
+    fc_norm: bool
 
     def __call__(self, config: ModelConfig) -> Iterator[WeightEntry]:
         """Yield every tensor in the order of the forward."""
@@ -33,6 +35,9 @@ class Eagle3Names:
         norm, aux_dim = WeightKind.NORM, self.num_aux * self.target_dim
         if self.norm_before_fc:
             yield WeightEntry("input_norm.weight", (aux_dim,), "aux_norm", norm)
+        for number in range(self.num_aux if self.fc_norm else 0):
+            name, parameter = f"fc_norm.{number}.weight", f"aux_norms.{number}"
+            yield WeightEntry(name, (self.target_dim,), parameter, norm)
         yield WeightEntry("fc.weight", (dim, aux_dim), "fc.weight", WeightKind.DRAFT_PROJECTION)
         if self.own_embedding:
             shape = (vocab_size, dim)
@@ -45,7 +50,7 @@ class Eagle3Names:
         if self.own_head:
             shape = (self.draft_vocab_size, dim)
             yield WeightEntry("lm_head.weight", shape, "lm_head.weight", WeightKind.HEAD)
-        if self.draft_vocab_size < vocab_size:
+        if self.maps_tokens:
             kind = WeightKind.TOKEN_OFFSET
             yield WeightEntry("d2t", (self.draft_vocab_size,), "token_offset_d", kind)
 
