@@ -168,11 +168,12 @@ def latent_modules(
     from flashinfer.jit.attention import gen_batch_prefill_module
 
     types, found = (dtype, dtype, dtype, torch.int32), []
+    no_options: tuple[Any, ...] = (0, False, False, False)
     for spec in dict.fromkeys(specs):
         dims = spec.mla
         assert dims is not None
-        profiler, no_options = False, (0, False, False, False)
         if decodes:  # one unit
+            profiler = False
             module = gen_batch_mla_module("fa3", *types, dims.rank, dims.rope_dim, profiler)
             found.append(Wanted(module, ()))
         heads = spec.head_dim, dims.value_dim
