@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.api.tools.base import CallDelta, Piece, Tool
-from cluster.api.tools.marked_calls import SectionedCallParser
+from cluster.api.tools.marked_calls import SectionedCallParser, State
 from cluster.api.tools.typed_values import ArgumentWriter
 
 
@@ -15,6 +15,7 @@ class CallMarks:
     name_end     ends the name of a call and of an argument
     value_start  stands before a value, and is no part of it; may be missing
     value_ends   end a value; where two of them end at one place, the longer one comes first
+    bare         models often leave out `open`: a call of a known tool is one without it
     """
 
     open: str
@@ -25,38 +26,70 @@ class CallMarks:
     name_end: str
     value_ends: tuple[str, ...]
     value_start: str = ""
+    bare: bool = False
 
 
 class InvokedCallParser(SectionedCallParser):
     """Each argument of a call has markers of its own."""
 
     def __init__(self, marks: CallMarks, tools: Sequence[Tool]) -> None:
-        super().__init__(marks.open, marks.call, marks.close)
+        bare = (marks.call,) if marks.bare else ()
+        super().__init__(marks.open, marks.call, marks.close, *bare)
         self._marks = marks
         self._tools = {tool.name: tool for tool in tools}
+        self._is_bare = False
 
     def _cut_arguments(self, rest: str) -> list[Piece] | None:
         if self._at != self._value or not self._writer.in_string:
             return None
         return [CallDelta(self._num_calls, None, self._writer.piece(rest))] if rest else []
 
+    def _state_behind(self, opening: str) -> State:
+        self._is_bare = opening == self._marks.call
+        return self._head if self._is_bare else self._opened
+
     def _head(self, pieces: list[Piece]) -> bool:
         """Read the name of a call; an unknown one is no call."""
         marks = self._marks
         name, mark = self._reader.wait(marks.name_end, marks.call, marks.close)
         tool = self._tools.get(name)
-        if mark == marks.name_end and tool is not None:
-            pieces.append(CallDelta(self._num_calls, tool.name))
-            self._raw, self._writer = "", ArgumentWriter(tool)
-            self._at = self._between_values
-            return True
         if mark:
             self._raw += name + mark
-        if mark == marks.close:
+        if mark == marks.name_end and tool is not None:
+            self._tool = tool
+            self._at = self._bare_call if self._is_bare else self._begun
+        elif mark == marks.close or (mark == marks.name_end and self._is_bare):
             self._leave(pieces)
         elif mark == marks.name_end:
             self._at = self._opened
         return bool(mark)
+
+    def _bare_call(self, pieces: list[Piece]) -> bool:
+        """Decide whether a name without a section is that of a call: an argument or the end of the call follows."""
+        begun, ends = self._reader.text.lstrip(), (self._marks.key, self._marks.call_end)
+        if begun.startswith(ends):
+            self._at = self._begun
+            return True
+        if any(end.startswith(begun) for end in ends):
+            return False
+        self._leave(pieces)
+        return True
+
+    def _begun(self, pieces: list[Piece]) -> bool:
+        """Begin a call of the tool that was read."""
+        pieces.append(CallDelta(self._num_calls, self._tool.name))
+        self._raw, self._writer = "", ArgumentWriter(self._tool)
+        self._at = self._between_values
+        return True
+
+    def _bare_end(self, pieces: list[Piece]) -> bool:
+        """Leave out the end of a section that has no beginning."""
+        begun, close = self._reader.text.lstrip(), self._marks.close
+        if close.startswith(begun) and begun != close:
+            return False
+        self._reader.text = begun.removeprefix(close)
+        self._leave(pieces)
+        return True
 
     def _between_values(self, pieces: list[Piece]) -> bool:
         """Read up to the next argument or the end of the call."""
@@ -67,7 +100,7 @@ class InvokedCallParser(SectionedCallParser):
         elif mark:
             pieces.append(CallDelta(self._num_calls, None, self._writer.close()))
             self._num_calls += 1
-            self._at = self._opened
+            self._at = self._bare_end if self._is_bare else self._opened
             if mark == marks.close:
                 self._leave(pieces)
         return bool(mark)

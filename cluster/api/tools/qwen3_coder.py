@@ -12,7 +12,15 @@ CALL, CALL_END = "<function=", "</function>"
 KEY, VALUE_END = "<parameter=", "</parameter>"
 NAME_END = ">"
 MARKS = CallMarks(
-    OPEN, CLOSE, CALL, CALL_END, KEY, NAME_END, (f"\n{VALUE_END}", VALUE_END), value_start="\n"
+    OPEN,
+    CLOSE,
+    CALL,
+    CALL_END,
+    KEY,
+    NAME_END,
+    (f"\n{VALUE_END}", VALUE_END),
+    value_start="\n",
+    bare=True,
 )
 
 
