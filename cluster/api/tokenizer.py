@@ -20,6 +20,9 @@ from cluster.errors import BadRequestError
 # {% for part in message.content %} and message['content']
 _PARTS_LOOP = re.compile(r"""{%-?\s*for\s+\w+\s+in\s+\w+(\.content|\[['"]content['"]\])""")
 _REASONING = ("reasoning", "reasoning_content")
+# The switch of DeepSeek-V3.1's template, where all others have enable_thinking.
+_THINKING = re.compile(r"(?<![\w.'\"])thinking is (not )?defined")
+_NO_PARAMETERS = {"type": "object", "properties": {}}
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 TokenizerSource = tuple[str, str | None]
@@ -158,15 +161,31 @@ class ServingTokenizer:
             messages = [_without_thoughts_beside_content(message) for message in messages]
         if _reads_parts(str(template)):
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
+        if "enable_thinking" in template_kwargs and has_thinking_variable(str(template)):
+            template_kwargs = {"thinking": template_kwargs["enable_thinking"], **template_kwargs}
+        options = {
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **template_kwargs,
+        }
+        try:
+            return self._render(messages, tools, options)
+        except BadRequestError:
+            complete = [_complete(tool) for tool in tools or []]
+            if complete == (tools or []):
+                raise
+            return self._render(messages, complete, options)
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        options: dict[str, Any],
+    ) -> str:
         try:
             text: str = self._hf.apply_chat_template(
-                messages,
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **template_kwargs,
+                messages, tools=tools, tokenize=False, **options
             )
             return text
         except Exception as error:  # templates raise errors of any type
@@ -176,6 +195,19 @@ class ServingTokenizer:
                 param="messages",
                 code="chat_template_error",
             ) from error
+
+
+@cache
+def has_thinking_variable(template: str) -> bool:
+    """Whether the switch for thoughts of a chat template is `thinking`."""
+    return "enable_thinking" not in template and bool(_THINKING.search(template))
+
+
+def _complete(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with the fields that may be left out; gpt-oss's and DeepSeek-V3.1's templates need them."""
+    function = {key: value for key, value in tool["function"].items() if value is not None}
+    whole = {"description": "", "parameters": _NO_PARAMETERS}
+    return {**tool, "function": whole | function}
 
 
 @cache

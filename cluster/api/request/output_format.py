@@ -15,7 +15,7 @@ from cluster.api.request.protocol import ChatRequest, CompletionRequest
 from cluster.api.request.structured import Constraint, arguments_node, find_constraint
 from cluster.api.request.tool_options import ToolOptions, parse_tool_options
 from cluster.api.settings import ApiSettings
-from cluster.api.tokenizer import ServingTokenizer
+from cluster.api.tokenizer import ServingTokenizer, has_thinking_variable
 from cluster.api.tools import choose_format
 from cluster.api.tools.base import lark_string
 from cluster.api.tools.harmony import FINAL, answer_rules
@@ -74,8 +74,8 @@ class OutputFormats:
         self._has_channels = self._format.has_channels
         parser = settings.reasoning_parser
         self._thinks = parser == "think" or (parser == "auto" and CLOSE in template)
-        self._can_stop_thinking = not self._has_channels and any(
-            name in template for name in _THINKING_VARIABLES
+        self._can_stop_thinking = not self._has_channels and (
+            any(name in template for name in _THINKING_VARIABLES) or has_thinking_variable(template)
         )
 
     def for_completion(self, request: CompletionRequest) -> OutputFormat:
@@ -95,12 +95,20 @@ class OutputFormats:
             )
         return options
 
-    def check_thinking(self, request: ChatRequest) -> None:
-        """Raise BadRequestError if the request turns thinking off and the chat template cannot."""
+    def check_thinking(self, request: ChatRequest, prompt: Prompt) -> None:
+        """Raise BadRequestError if the request turns thinking off and the chat template cannot.
+
+        A template with the tags of thoughts may be that of a model that never thinks, such as Qwen3's Instruct models:
+        it is one of a model that always thinks if the prompt has opened a thought, or if the configuration says so.
+        """
         if "enable_thinking" in (request.chat_template_kwargs or {}):
             return  # variables are passed to the template unchecked
         off = request.template_variables.get("enable_thinking") is False
-        if off and (self._thinks or self._has_channels) and not self._can_stop_thinking:
+        opened = thinking_after(prompt.end, prompt.unfinished) is Thinking.OPENED
+        always = self._has_channels or (
+            self._thinks and (opened or self._settings.reasoning_parser == "think")
+        )
+        if off and always and not self._can_stop_thinking:
             param = "reasoning_effort" if request.enable_thinking is None else "enable_thinking"
             raise BadRequestError(
                 f"{param}: this model always thinks, because its chat template cannot turn it off; "

@@ -1,0 +1,106 @@
+"""What chat templates of released models need: their own switch for thoughts, and complete definitions of tools."""
+
+import pytest
+
+from scripts.byte_tokenizer import CHAT_TEMPLATE
+from tests.unit.api_fakes import IM_END, Api, FakeBackend, assert_error, says, tiny_tokenizer
+
+ANSWER = "Hm.</think>Four."
+# As DeepSeek-V3.1's: no thoughts unless `thinking` is set.
+SWITCH = (
+    "{% if not thinking is defined %}{% set thinking = false %}{% endif %}"
+    "{{ messages[0].content }}|{{ '<think>' if thinking else '</think>' }}"
+)
+# As those of Qwen3's Instruct models: the tags are there for thoughts of earlier turns.
+HISTORY = CHAT_TEMPLATE + "{% if '</think>' in messages[0].content %}{% endif %}"
+
+
+@pytest.fixture
+def templates(monkeypatch):
+    def use(template):
+        monkeypatch.setattr(tiny_tokenizer()._hf, "chat_template", template)
+
+    return use
+
+
+def prompt_text(api):
+    ((ids, _params),) = api.backend.requests.values()
+    return tiny_tokenizer().decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({}, False),
+        ({"enable_thinking": True}, True),
+        ({"enable_thinking": False}, False),
+        ({"reasoning_effort": "high"}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"chat_template_kwargs": {"thinking": True}}, True),
+        ({"enable_thinking": True, "chat_template_kwargs": {"thinking": False}}, False),
+    ],
+)
+def test_the_switch_for_thoughts_may_be_thinking(templates, fields, thinks):
+    templates(SWITCH)
+    api = Api(FakeBackend(says(ANSWER, end=[IM_END])))
+    response = api.chat("2+2?", **fields)
+    assert response.status_code == 200, response.text
+    assert prompt_text(api) == ("2+2?|<think>" if thinks else "2+2?|</think>")
+    message = response.json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == (
+        ("Hm.", "Four.") if thinks else (None, ANSWER)
+    )
+
+
+@pytest.mark.parametrize("template", [SWITCH.replace("thinking", "old_thinking"), CHAT_TEMPLATE])
+def test_other_templates_get_no_such_variable(templates, template):
+    templates(template + "{{ thinking }}")
+    api = Api()
+    assert api.chat(enable_thinking=True).status_code == 200
+    assert "True" not in prompt_text(api)
+
+
+def test_a_model_that_never_thinks_needs_no_switch(templates):
+    templates(HISTORY)
+    for fields in ({"enable_thinking": False}, {"reasoning_effort": "none"}):
+        assert Api().chat(**fields).status_code == 200
+    templates(HISTORY + "<think>")
+    for fields in ({"enable_thinking": False}, {"reasoning_effort": "none"}):
+        assert_error(Api().chat(**fields), 400, "always_thinks")
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        ({}, 'f//{"type": "object", "properties": {}}'),
+        ({"description": None, "parameters": None}, 'f//{"type": "object", "properties": {}}'),
+        ({"description": "D"}, 'f/D/{"type": "object", "properties": {}}'),
+        ({"parameters": {"type": "object"}}, 'f//{"type": "object"}'),
+    ],
+)
+def test_fields_of_tools_that_a_template_needs_are_filled(templates, function, text):
+    templates(
+        "{% for tool in tools %}{% set f = tool.function %}"
+        "{{ f.name + '/' + f.description + '/' + f.parameters | tojson }}{% endfor %}"
+    )
+    api = Api()
+    tool = {"type": "function", "function": {"name": "f", **function}}
+    response = api.chat(tools=[tool])
+    assert response.status_code == 200, response.text
+    assert prompt_text(api) == text
+
+
+def test_other_templates_get_tools_as_they_are(templates):
+    templates("{{ tools | tojson }}")
+    api = Api()
+    assert api.chat(tools=[{"type": "function", "function": {"name": "f"}}]).status_code == 200
+    assert prompt_text(api) == '[{"type": "function", "function": {"name": "f"}}]'
+
+
+def test_what_a_template_refuses_for_other_reasons_is_an_error(templates):
+    templates("{{ raise_exception('no ' ~ tools[0].function.description) }}")
+    for function, reason in (({}, "no "), ({"description": "D", "parameters": {}}, "no D")):
+        tool = {"type": "function", "function": {"name": "f", **function}}
+        error = assert_error(Api().chat(tools=[tool]), 400, "chat_template_error")
+        assert error["message"].endswith(f": {reason}")
