@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from cluster.api.answer.calls_in_thought import CallsInThought
 from cluster.api.answer.reasoning import ReasoningSplitter
 from cluster.api.tools.base import CallDelta, CallParser, Piece, Thought
 
@@ -46,6 +47,7 @@ class MessageParser:
     """Parses the text of one choice as it arrives. A choice without a parser shows all text as content.
 
     thoughts            splits reasoning from the rest; None = the model does not think
+    in_thought          finds calls in a thought that nothing follows; None = there are none
     calls               finds tool calls, and with channels reasoning; None = the request has no tools
     has_channels        `calls` finds reasoning
     max_calls           further calls are dropped; None = no limit
@@ -57,6 +59,7 @@ class MessageParser:
         self,
         *,
         thoughts: ReasoningSplitter | None = None,
+        in_thought: CallsInThought | None = None,
         calls: CallParser | None = None,
         max_calls: int | None = None,
         shows_reasoning: bool = True,
@@ -64,6 +67,7 @@ class MessageParser:
         has_channels: bool = False,
     ) -> None:
         self._thoughts = thoughts
+        self._in_thought = in_thought
         self._call_parser = calls
         self._max_calls = max_calls
         self._shows_reasoning = shows_reasoning
@@ -113,9 +117,16 @@ class MessageParser:
         if self._thoughts is None:
             yield "", text
             return
-        yield self._thoughts.push(text)
+        parts = [self._thoughts.push(text)]
         if last:
-            yield self._thoughts.flush()
+            parts.append(self._thoughts.flush())
+        if self._in_thought is None:
+            yield from parts
+            return
+        for reasoning, content in parts:
+            yield self._in_thought.push(reasoning, content)
+        if last:
+            yield self._in_thought.flush()
 
     def _parts(self, pieces: list[Piece]) -> Iterator[MessagePart]:
         for piece in pieces:

@@ -7,6 +7,7 @@ Joins the constraint of the client (`structured`), its tools (`tool_options`) an
 from dataclasses import dataclass
 from functools import partial
 
+from cluster.api.answer.calls_in_thought import CallsInThought
 from cluster.api.answer.message_parser import MessageParser
 from cluster.api.answer.reasoning import CLOSE, OPEN, ReasoningSplitter, Thinking, thinking_after
 from cluster.api.request.grammar_check import GrammarCheck, join_grammars, single_grammar
@@ -153,11 +154,13 @@ class OutputFormats:
         thoughts = ReasoningSplitter(parsing.seen) if self._thinks else None
         if tools is None and not self._has_channels:
             return MessageParser(thoughts=thoughts, shows_reasoning=shows)
-        calls = self._format.parser([] if tools is None else tools.callable)
+        new_parser = partial(self._format.parser, [] if tools is None else tools.callable)
+        calls, openings = new_parser(), self._format.openings
         if self._has_channels and parsing.begun:
             calls.push(FINAL)
         return MessageParser(
             thoughts=thoughts,
+            in_thought=CallsInThought(openings, new_parser) if thoughts and openings else None,
             calls=calls,
             max_calls=None if tools is None or tools.parallel else 1,
             shows_reasoning=shows,

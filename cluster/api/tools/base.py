@@ -80,6 +80,7 @@ class CallFormat:
              <tool_call> for the grammar, because some models have it as text and some as a token.
     markers  texts that occur in calls only
     schemas  the schemas of the grammars that the rules of tool number i refer to
+    openings       texts that calls begin with, where text before them is content
     has_channels   the parser splits reasoning and content too, and reads answers to requests without tools
     """
 
@@ -87,6 +88,7 @@ class CallFormat:
     lark: Callable[[Sequence[Tool], bool, Callable[[str], str]], str]
     markers: tuple[str, ...] = ()
     schemas: Callable[[int, Tool], Schemas] = whole_arguments
+    openings: tuple[str, ...] = ()
     has_channels: bool = False
 
 

@@ -100,4 +100,10 @@ def _lark(tools: Sequence[Tool], many: bool, marker: Callable[[str], str]) -> st
     return "\n".join(rules)
 
 
-GLM45 = CallFormat(GlmParser, _lark, (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END), schemas=schemas)
+GLM45 = CallFormat(
+    GlmParser,
+    _lark,
+    (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END),
+    schemas=schemas,
+    openings=(OPEN,),
+)

@@ -67,4 +67,4 @@ def _lark(tools: Sequence[Tool], many: bool, marker: Callable[[str], str]) -> st
     return "\n".join(rules)
 
 
-HERMES = CallFormat(HermesParser, _lark, (OPEN, CLOSE))
+HERMES = CallFormat(HermesParser, _lark, (OPEN, CLOSE), openings=(OPEN,))

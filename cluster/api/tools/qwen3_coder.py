@@ -46,5 +46,9 @@ def _lark(tools: Sequence[Tool], many: bool, marker: Callable[[str], str]) -> st
 
 
 QWEN3_CODER = CallFormat(
-    partial(InvokedCallParser, MARKS), _lark, (OPEN, CLOSE, CALL, KEY), schemas=schemas
+    partial(InvokedCallParser, MARKS),
+    _lark,
+    (OPEN, CLOSE, CALL, KEY),
+    schemas=schemas,
+    openings=(OPEN, CALL),
 )

@@ -149,7 +149,9 @@ def _format(
 
     inner = _SEPARATOR if section.arguments == _FENCE else section.arguments
     markers = (section.open, section.call, inner, section.ends[-1], section.close)
-    return CallFormat(lambda _tools: SectionParser(section), lark, markers)
+    return CallFormat(
+        lambda _tools: SectionParser(section), lark, markers, openings=(section.open,)
+    )
 
 
 def _v3_call(name: str, arguments: str, marker: Callable[[str], str]) -> str:
