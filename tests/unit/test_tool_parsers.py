@@ -279,6 +279,7 @@ RENDERED = {  # a call of get_weather for Rome
     "minimax_m2": minimax(M2_ROME),
     "qwen3_coder": CODER,
     "granite": f"<|tool_call|>[{CALL}]",
+    "mistral": f"[TOOL_CALLS] [{CALL}]",
     "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     + ROME[1],
     **{name: section(name, ROME) for name in SECTIONS},

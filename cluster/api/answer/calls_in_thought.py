@@ -1,7 +1,7 @@
 """Finds calls in a thought that nothing follows. Knows nothing of the tags of thoughts and of call formats.
 
-Models such as Kimi-K2-Thinking, GLM and Qwen3.5 sometimes begin a call without an end of their thought. It counts if the
-answer ends with it; calls that a model drafts in its thought before it answers stay reasoning.
+Models such as Kimi-K2-Thinking, GLM and Qwen3.5 sometimes begin a call without an end of their thought. Such a call
+counts if the answer ends with it; calls that a model drafts in its thought before it answers stay reasoning.
 """
 
 from collections.abc import Callable

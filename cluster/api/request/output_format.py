@@ -100,7 +100,7 @@ class OutputFormats:
         """Raise BadRequestError if the request turns thinking off and the chat template cannot.
 
         A template with the tags of thoughts may be that of a model that never thinks, such as Qwen3's Instruct models:
-        it is one of a model that always thinks if the prompt has opened a thought, or if the configuration says so.
+        it is one of a model that always thinks if the prompt has opened a thought, or if `reasoning_parser` is think.
         """
         if "enable_thinking" in (request.chat_template_kwargs or {}):
             return  # variables are passed to the template unchecked

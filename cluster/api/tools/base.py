@@ -27,7 +27,7 @@ class Tool:
 class CallDelta:
     """A part of call number `index`. The first part has the name; the arguments of all parts join to the JSON text.
 
-    call_id   of the first part: the id that the model wrote; None = the model writes none
+    call_id   of the first part: the id that the model wrote, or of a form that its chat template needs; None = any
     """
 
     index: int

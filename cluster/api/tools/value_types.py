@@ -25,7 +25,7 @@ class ValueTypes:
 
     @property
     def is_text(self) -> bool:
-        """Whether the value is a string, or maybe null: no quotes are needed to tell it from other values."""
+        """Whether the value is a string, or maybe null: then it is written without quotes."""
         return "string" in self.types and self.types <= {"string", "null"}
 
     @property
