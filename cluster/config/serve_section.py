@@ -240,10 +240,11 @@ class ServeConfig(Section):
         "harmony = the channels of gpt-oss, also for reasoning and content; "
         "auto = the format that the chat template writes, json if it writes none of these.",
     )
-    reasoning_parser: Literal["auto", "none", "think"] = Field(
+    reasoning_parser: Literal["auto", "none", "think", "ernie45"] = Field(
         "auto",
         description="think = what stands between <think> and </think> is the message's reasoning; "
-        "auto = think where the chat template has those tags.",
+        "ernie45 = think, and the answer stands between <response> and </response>; "
+        "auto = ernie45 or think where the chat template has those tags.",
     )
     allowed_media_domains: list[_Domain] = Field(
         default_factory=list,

@@ -40,8 +40,9 @@ CASES = [  # format, answer behind <think>, reasoning, content, calls
 def parsed(name, pieces):
     new_parser = lambda: FORMATS[name].parser(CALLABLE)  # noqa: E731
     parser = MessageParser(
-        thoughts=ReasoningSplitter(Thinking.OPENED),
-        in_thought=CallsInThought(FORMATS[name].openings, new_parser),
+        thoughts=CallsInThought(
+            ReasoningSplitter(Thinking.OPENED), FORMATS[name].openings, new_parser
+        ),
         calls=new_parser(),
     )
     for piece in pieces:
@@ -64,9 +65,12 @@ def test_the_parts_do_not_depend_on_how_the_text_comes(name, text, reasoning, co
 
 
 def test_reasoning_with_a_tag_that_begins_no_call_streams_on():
-    found = CallsInThought(FORMATS["hermes"].openings, lambda: FORMATS["hermes"].parser(CALLABLE))
-    assert found.push("I write <tool_call> tags", "") == ("I write <tool_call> tags", "")
-    assert found.push(" and more", "") == (" and more", "")
+    parser = FORMATS["hermes"].parser
+    found = CallsInThought(
+        ReasoningSplitter(Thinking.OPENED), ("<tool_call>",), lambda: parser(CALLABLE)
+    )
+    assert found.push("I write <tool_call> tags") == ("I write <tool_call> tags", "")
+    assert found.push(" and more") == (" and more", "")
 
 
 def test_an_answer_that_ends_with_such_a_call_is_a_call(monkeypatch):

@@ -6,17 +6,22 @@ counts if the answer ends with it; calls that a model drafts in its thought befo
 
 from collections.abc import Callable
 
+from cluster.api.answer.reasoning import Splitter
 from cluster.api.tools.base import CallDelta, CallParser, possible_start
 
 
 class CallsInThought:
     """Holds back the reasoning from the beginning of a call on, until the answer goes on behind the thought or ends.
 
+    thoughts   splits reasoning from content
     openings   texts that calls begin with
     parser     makes a parser of calls: text that it returns as content is no call
     """
 
-    def __init__(self, openings: tuple[str, ...], parser: Callable[[], CallParser]) -> None:
+    def __init__(
+        self, thoughts: Splitter, openings: tuple[str, ...], parser: Callable[[], CallParser]
+    ) -> None:
+        self._thoughts = thoughts
         self._openings = openings
         self._new_parser = parser
         self._held = ""
@@ -26,7 +31,17 @@ class CallsInThought:
         self._begin = 0
         self._is_call = self._is_over = False
 
-    def push(self, reasoning: str, content: str) -> tuple[str, str]:
+    def push(self, text: str) -> tuple[str, str]:
+        """See Splitter."""
+        return self._split(*self._thoughts.push(text))
+
+    def flush(self) -> tuple[str, str]:
+        """See Splitter. A call that was held back is content."""
+        reasoning, content = self._split(*self._thoughts.flush())
+        held, self._held = self._held, ""
+        return (reasoning, content + held) if self._is_call else (reasoning + held, content)
+
+    def _split(self, reasoning: str, content: str) -> tuple[str, str]:
         """Return the (reasoning, content) that is certain."""
         if self._is_over:
             return reasoning, content
@@ -37,11 +52,6 @@ class CallsInThought:
         if self._is_call or not reasoning:
             return "", ""
         return self._certain(reasoning), ""
-
-    def flush(self) -> tuple[str, str]:
-        """Return the (reasoning, content) that was held back: a call is content."""
-        held, self._held = self._held, ""
-        return ("", held) if self._is_call else (held, "")
 
     def _certain(self, added: str) -> str:
         """Return the reasoning before a call, or what may be one; `added` is the end of the held text."""

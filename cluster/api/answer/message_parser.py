@@ -4,8 +4,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from cluster.api.answer.calls_in_thought import CallsInThought
-from cluster.api.answer.reasoning import ReasoningSplitter
+from cluster.api.answer.reasoning import Splitter
 from cluster.api.tools.base import CallDelta, CallParser, Piece, Thought
 
 
@@ -47,7 +46,6 @@ class MessageParser:
     """Parses the text of one choice as it arrives. A choice without a parser shows all text as content.
 
     thoughts            splits reasoning from the rest; None = the model does not think
-    in_thought          finds calls in a thought that nothing follows; None = there are none
     calls               finds tool calls, and with channels reasoning; None = the request has no tools
     has_channels        `calls` finds reasoning
     max_calls           further calls are dropped; None = no limit
@@ -58,8 +56,7 @@ class MessageParser:
     def __init__(
         self,
         *,
-        thoughts: ReasoningSplitter | None = None,
-        in_thought: CallsInThought | None = None,
+        thoughts: Splitter | None = None,
         calls: CallParser | None = None,
         max_calls: int | None = None,
         shows_reasoning: bool = True,
@@ -67,7 +64,6 @@ class MessageParser:
         has_channels: bool = False,
     ) -> None:
         self._thoughts = thoughts
-        self._in_thought = in_thought
         self._call_parser = calls
         self._max_calls = max_calls
         self._shows_reasoning = shows_reasoning
@@ -117,16 +113,9 @@ class MessageParser:
         if self._thoughts is None:
             yield "", text
             return
-        parts = [self._thoughts.push(text)]
+        yield self._thoughts.push(text)
         if last:
-            parts.append(self._thoughts.flush())
-        if self._in_thought is None:
-            yield from parts
-            return
-        for reasoning, content in parts:
-            yield self._in_thought.push(reasoning, content)
-        if last:
-            yield self._in_thought.flush()
+            yield self._thoughts.flush()
 
     def _parts(self, pieces: list[Piece]) -> Iterator[MessagePart]:
         for piece in pieces:

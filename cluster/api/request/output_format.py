@@ -9,7 +9,16 @@ from functools import partial
 
 from cluster.api.answer.calls_in_thought import CallsInThought
 from cluster.api.answer.message_parser import MessageParser
-from cluster.api.answer.reasoning import CLOSE, OPEN, ReasoningSplitter, Thinking, thinking_after
+from cluster.api.answer.reasoning import (
+    CLOSE,
+    OPEN,
+    ReasoningSplitter,
+    Splitter,
+    Thinking,
+    thinking_after,
+)
+from cluster.api.answer.response_tags import OPEN as RESPONSE
+from cluster.api.answer.response_tags import ResponseTags
 from cluster.api.request.grammar_check import GrammarCheck, join_grammars, single_grammar
 from cluster.api.request.prompt import Prompt
 from cluster.api.request.protocol import ChatRequest, CompletionRequest
@@ -22,6 +31,7 @@ from cluster.api.tools.base import lark_string
 from cluster.api.tools.harmony import FINAL, answer_rules
 from cluster.errors import BadRequestError
 
+_ERNIE = "<global_setting>"  # of its system message; other templates have <response> for results of tools
 _THINKING_VARIABLES = ("enable_thinking", "reasoning_effort")
 
 
@@ -74,7 +84,10 @@ class OutputFormats:
         self._format = choose_format(settings.tool_parser, template)
         self._has_channels = self._format.has_channels
         parser = settings.reasoning_parser
-        self._thinks = parser == "think" or (parser == "auto" and CLOSE in template)
+        if parser == "auto":
+            parser = _reasoning_parser(template)
+        self._thinks = parser != "none"
+        self._has_response_tags = parser == "ernie45"
         self._can_stop_thinking = not self._has_channels and (
             any(name in template for name in _THINKING_VARIABLES) or has_thinking_variable(template)
         )
@@ -107,7 +120,7 @@ class OutputFormats:
         off = request.template_variables.get("enable_thinking") is False
         opened = thinking_after(prompt.end, prompt.unfinished) is Thinking.OPENED
         always = self._has_channels or (
-            self._thinks and (opened or self._settings.reasoning_parser == "think")
+            self._thinks and (opened or self._settings.reasoning_parser not in ("auto", "none"))
         )
         if off and always and not self._can_stop_thinking:
             param = "reasoning_effort" if request.enable_thinking is None else "enable_thinking"
@@ -151,16 +164,19 @@ class OutputFormats:
     def parser(self, parsing: Parsing) -> MessageParser:
         """Return the parser of one choice."""
         tools, shows = parsing.tools, parsing.shows
-        thoughts = ReasoningSplitter(parsing.seen) if self._thinks else None
+        thoughts: Splitter | None = ReasoningSplitter(parsing.seen) if self._thinks else None
+        if thoughts is not None and self._has_response_tags:
+            thoughts = ResponseTags(thoughts)
         if tools is None and not self._has_channels:
             return MessageParser(thoughts=thoughts, shows_reasoning=shows)
         new_parser = partial(self._format.parser, [] if tools is None else tools.callable)
         calls, openings = new_parser(), self._format.openings
+        if thoughts is not None and openings:
+            thoughts = CallsInThought(thoughts, openings, new_parser)
         if self._has_channels and parsing.begun:
             calls.push(FINAL)
         return MessageParser(
             thoughts=thoughts,
-            in_thought=CallsInThought(openings, new_parser) if thoughts and openings else None,
             calls=calls,
             max_calls=None if tools is None or tools.parallel else 1,
             shows_reasoning=shows,
@@ -233,3 +249,10 @@ class OutputFormats:
         """Return the tag as a grammar writes it: by its token id if it is an added token, else as text."""
         token_id = self._tokenizer.grammar_token_id(text)
         return lark_string(text) if token_id is None else f"<[{token_id}]>"
+
+
+def _reasoning_parser(template: str) -> str:
+    """Return the reasoning parser for a chat template."""
+    if OPEN not in template and CLOSE not in template:
+        return "none"
+    return "ernie45" if _ERNIE in template and RESPONSE in template else "think"
