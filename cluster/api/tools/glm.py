@@ -74,7 +74,7 @@ class GlmParser(MarkedCallParser):
             pieces.append(CallDelta(self._num_calls, None, text))
         if ended:
             self._at = self._between
-        return ended
+        return bool(ended)
 
     def _end(self, pieces: list[Piece]) -> None:
         pieces.append(CallDelta(self._num_calls, None, self._writer.close()))

@@ -15,6 +15,7 @@ class CallMarks:
     name_end     ends the name of a call and of an argument
     value_start  stands before a value, and is no part of it; may be missing
     value_ends   end a value; where two of them end at one place, the longer one comes first
+    next_marks   end a value without an end, and are no part of it
     bare         models often leave out `open`: a call of a known tool is one without it
     """
 
@@ -26,6 +27,7 @@ class CallMarks:
     name_end: str
     value_ends: tuple[str, ...]
     value_start: str = ""
+    next_marks: tuple[str, ...] = ()
     bare: bool = False
 
 
@@ -123,9 +125,12 @@ class InvokedCallParser(SectionedCallParser):
 
     def _value(self, pieces: list[Piece]) -> bool:
         """Pass a value on as it comes."""
-        text, ended = self._writer.read(self._reader, *self._marks.value_ends)
+        marks = self._marks
+        text, ended = self._writer.read(self._reader, *marks.value_ends, *marks.next_marks)
         if text:
             pieces.append(CallDelta(self._num_calls, None, text))
         if ended:
+            if ended in marks.next_marks:
+                self._reader.text = ended + self._reader.text
             self._at = self._between_values
-        return ended
+        return bool(ended)

@@ -20,6 +20,7 @@ MARKS = CallMarks(
     NAME_END,
     (f"\n{VALUE_END}", VALUE_END),
     value_start="\n",
+    next_marks=(f"\n{KEY}", f"\n{CALL_END}\n{CLOSE}"),
     bare=True,
 )
 

@@ -32,10 +32,10 @@ class ArgumentWriter:
         self.in_string = self._types.types == {"string"}
         return f"{comma}{_json(key)}: " + ('"' if self.in_string else "")
 
-    def read(self, reader: Reader, *ends: str) -> tuple[str, bool]:
-        """Return (what arrived of a value, whether an end came): a string in pieces, other values when complete."""
+    def read(self, reader: Reader, *ends: str) -> tuple[str, str]:
+        """Return (what arrived of a value, the end that came): a string in pieces, other values when complete."""
         value, mark = (reader.take if self.in_string else reader.wait)(*ends)
-        return self.end(value) if mark else self.piece(value), bool(mark)
+        return self.end(value) if mark else self.piece(value), mark
 
     def piece(self, text: str) -> str:
         """Write a part of a string."""
