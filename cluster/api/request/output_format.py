@@ -25,7 +25,8 @@ from cluster.api.request.protocol import ChatRequest, CompletionRequest
 from cluster.api.request.structured import Constraint, arguments_node, find_constraint
 from cluster.api.request.tool_options import ToolOptions, parse_tool_options
 from cluster.api.settings import ApiSettings
-from cluster.api.tokenizer import ServingTokenizer, has_thinking_variable
+from cluster.api.template_fit import has_thinking_variable
+from cluster.api.tokenizer import ServingTokenizer
 from cluster.api.tools import choose_format
 from cluster.api.tools.base import lark_string
 from cluster.api.tools.harmony import FINAL, answer_rules

@@ -104,3 +104,62 @@ def test_what_a_template_refuses_for_other_reasons_is_an_error(templates):
         tool = {"type": "function", "function": {"name": "f", **function}}
         error = assert_error(Api().chat(tools=[tool]), 400, "chat_template_error")
         assert error["message"].endswith(f": {reason}")
+
+
+# As gpt-oss's and MiniMax-M2's: only the first message is one of the system. As Qwen3.5's: all others are refused.
+FIRST = (
+    "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}"
+    "{% if messages[0].role == 'system' %}[{{ messages[0].content }}]{% endif %}"
+    "{% for m in rest %}{% if m.role != 'system' %}<{{ m.content }}>{% endif %}{% endfor %}"
+)
+REFUSED = "{% else %}{{ raise_exception('no') }}"
+STRICT = FIRST.replace("{% endif %}{% endfor %}", REFUSED + "{% endif %}{% endfor %}")
+
+
+@pytest.mark.parametrize("template", [FIRST, STRICT])
+@pytest.mark.parametrize(
+    ("roles", "prompt"),
+    [
+        (("system", "user"), "[0]<1>"),
+        (("system", "developer", "user"), "[0\n\n1]<2>"),
+        (("user", "assistant", "system", "user"), "[2]<0><1><3>"),
+        (("system", "user", "developer"), "[0\n\n2]<1>"),
+        (("user",), "<0>"),
+    ],
+)
+def test_messages_of_the_system_that_a_template_leaves_out_join_the_first(
+    templates, template, roles, prompt
+):
+    """Codex sends instructions and a message of the developer, OpenCode several messages of the system."""
+    templates(template)
+    api = Api()
+    messages = [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
+    response = api.post("/v1/chat/completions", {"messages": messages})
+    assert response.status_code == 200, response.text
+    assert prompt_text(api) == prompt
+
+
+def test_templates_that_take_them_get_them_where_they_are(templates):
+    templates("{% for m in messages %}<{{ m.role }} {{ m.content }}>{% endfor %}")
+    api = Api()
+    messages = [
+        {"role": role, "content": str(i)}
+        for i, role in enumerate(("system", "developer", "user", "system"))
+    ]
+    assert api.post("/v1/chat/completions", {"messages": messages}).status_code == 200
+    assert prompt_text(api) == "<system 0><system 1><user 2><system 3>"
+
+
+def test_instructions_and_developer_messages_of_responses(templates):
+    templates(STRICT)
+    api = Api(FakeBackend(says("Yes.", end=[IM_END])))
+    body = {
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "developer", "content": "Ask before you write."},
+            {"role": "user", "content": "Hi"},
+        ],
+    }
+    response = api.post("/v1/responses", body)
+    assert response.status_code == 200, response.text
+    assert prompt_text(api) == "[Be brief.\n\nAsk before you write.]<Hi>"
