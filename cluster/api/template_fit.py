@@ -51,6 +51,8 @@ class TemplateFit:
             ]
         if "message.thinking" in self._template:
             messages = [_without_thoughts_beside_content(message) for message in messages]
+        if "message.tool_calls[0]" in self._template:
+            messages = _with_single_calls(messages)
         if _reads_parts(self._template):
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
         return messages
@@ -101,6 +103,36 @@ def _without_thoughts_beside_content(message: Message) -> Message:
     if not message.get("tool_calls") or not message.get("content"):
         return message
     return {key: value for key, value in message.items() if key not in _REASONING}
+
+
+def _with_single_calls(messages: list[Message]) -> list[Message]:
+    """Return the messages with at most one call each, and its results behind it: gpt-oss's template has one call."""
+    result: list[Message] = []
+    turn: list[Message] = []  # the open turn of several calls
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        if message["role"] == "tool" and turn:
+            ids = [each["tool_calls"][0]["id"] for each in turn if "tool_calls" in each]
+            known = message.get("tool_call_id") in ids
+            turn.insert(_behind(turn, message["tool_call_id"]) if known else len(turn), message)
+            continue
+        result += turn
+        turn = []
+        if len(calls) > 1:
+            turn = [{"role": message["role"], "content": "", "tool_calls": [it]} for it in calls]
+            turn[0] = {**message, "tool_calls": calls[:1]}
+        else:
+            result.append(message)
+    return result + turn
+
+
+def _behind(turn: list[Message], call_id: str) -> int:
+    """Return the position behind a call and its results."""
+    ids = [each["tool_calls"][0]["id"] if "tool_calls" in each else None for each in turn]
+    position = ids.index(call_id) + 1
+    while position < len(turn) and turn[position]["role"] == "tool":
+        position += 1
+    return position
 
 
 def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:

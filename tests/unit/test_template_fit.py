@@ -163,3 +163,57 @@ def test_instructions_and_developer_messages_of_responses(templates):
     response = api.post("/v1/responses", body)
     assert response.status_code == 200, response.text
     assert prompt_text(api) == "[Be brief.\n\nAsk before you write.]<Hi>"
+
+
+def called(*ids, **fields):
+    calls = [
+        {"id": id_, "type": "function", "function": {"name": f"f{id_}", "arguments": "{}"}}
+        for id_ in ids
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": calls, **fields}
+
+
+def result(id_, text):
+    return {"role": "tool", "tool_call_id": id_, "content": text}
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([called("1"), result("1", "one")], "(f1 )one|"),
+        (
+            [called("1", "2", reasoning="Hm."), result("1", "one"), result("2", "two")],
+            "(f1 Hm.)one|(f2 )two|",
+        ),
+        ([called("1", "2"), result("2", "two"), result("1", "one")], "(f1 )one|(f2 )two|"),
+        (
+            [called("1", "2"), result("1", "a"), result("1", "b"), result("3", "c")],
+            "(f1 )a|b|(f2 )c|",
+        ),
+        (
+            [called("1", "2"), {"role": "user", "content": "So?"}, called("3", "4")],
+            "(f1 )(f2 )So?|(f3 )(f4 )",
+        ),
+    ],
+)
+def test_each_call_has_a_message_where_a_template_has_one_call(templates, messages, prompt):
+    """gpt-oss's template: a second call was left out, and its result was that of the first."""
+    templates(
+        "{% for message in messages %}{% if message.tool_calls %}"
+        "({{ message.tool_calls[0].function.name }} {{ message.thinking }})"
+        "{% else %}{{ message.content }}|{% endif %}{% endfor %}"
+    )
+    api = Api()
+    response = api.post("/v1/chat/completions", {"messages": messages})
+    assert response.status_code == 200, response.text
+    assert prompt_text(api) == prompt
+
+
+@pytest.mark.parametrize("arguments", [None, "", "null", "{}", {}])
+def test_a_call_without_arguments_has_an_empty_object(templates, arguments):
+    templates("{{ messages[0].tool_calls[0].function.arguments.items() | list }}")
+    message = called("1")
+    message["tool_calls"][0]["function"]["arguments"] = arguments
+    api = Api()
+    assert api.post("/v1/chat/completions", {"messages": [message]}).status_code == 200
+    assert prompt_text(api) == "[]"

@@ -142,7 +142,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = json.loads(arguments) or {}  # some clients write null for none
             except (ValueError, RecursionError):
                 arguments = function["arguments"]  # left to the template
         named = {"name": function["name"], "arguments": arguments}
