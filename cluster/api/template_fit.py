@@ -1,5 +1,6 @@
 """Adapts messages, tools and variables to what a chat template takes. Knows nothing of tokenizers and of requests."""
 
+import json
 import re
 from collections.abc import Callable
 from functools import cache, cached_property
@@ -78,10 +79,24 @@ def has_thinking_variable(template: str) -> bool:
 
 
 def complete_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool with the fields that may be left out; gpt-oss's and DeepSeek-V3.1's templates need them."""
-    function = {key: value for key, value in tool["function"].items() if value is not None}
-    whole = {"description": "", "parameters": _NO_PARAMETERS}
-    return {**tool, "function": whole | function}
+    """Return a tool with all that gpt-oss's and DeepSeek-V3.1's templates need.
+
+    These are the fields that may be left out, and defaults of listed values as texts.
+    """
+    given = {key: value for key, value in tool["function"].items() if value is not None}
+    function: dict[str, Any] = {"description": "", "parameters": _NO_PARAMETERS, **given}
+    parameters = function["parameters"]
+    if isinstance(properties := parameters.get("properties"), dict):
+        texts = {key: _with_default_text(schema) for key, schema in properties.items()}
+        function["parameters"] = {**parameters, "properties": texts}
+    return {**tool, "function": function}
+
+
+def _with_default_text(schema: Any) -> Any:
+    if not isinstance(schema, dict) or not schema.keys() & {"enum", "oneOf"}:
+        return schema
+    default = schema.get("default", "")
+    return schema if isinstance(default, str) else {**schema, "default": json.dumps(default)}
 
 
 def _with_one_instruction(messages: list[Message]) -> list[Message]:

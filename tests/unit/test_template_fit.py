@@ -91,6 +91,24 @@ def test_fields_of_tools_that_a_template_needs_are_filled(templates, function, t
     assert prompt_text(api) == text
 
 
+def test_defaults_of_listed_values_are_texts_where_a_template_needs_them(templates):
+    templates(
+        "{% for key, schema in tools[0].function.parameters.properties.items() %}"
+        "{{ key + '=' + schema.default + ' ' }}{% endfor %}"
+    )
+    properties = {
+        "a": {"type": "integer", "enum": [1, 2], "default": 1},
+        "b": {"oneOf": [{"type": "boolean"}], "default": True},
+        "c": {"enum": ["x"], "default": "x"},
+        "d": {"default": "5"},
+    }
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    api = Api()
+    response = api.chat(tools=[{"type": "function", "function": function}])
+    assert response.status_code == 200, response.text
+    assert prompt_text(api) == "a=1 b=true c=x d=5 "
+
+
 def test_other_templates_get_tools_as_they_are(templates):
     templates("{{ tools | tojson }}")
     api = Api()
