@@ -31,6 +31,7 @@ CASES = [  # format, answer behind <think>, reasoning, content, calls
     ("hermes", "I write <tool_call> or <tool_call>\n{ ...", "I write <tool_call> or <tool_call>\n{ ...", "", []),
     ("hermes", "I write <tool_call> {", "I write <tool_call> {", "", []),
     ("hermes", f"I write <tool_call> {HERMES}", "I write <tool_call>", "", [ROME]),
+    ("hermes", f"a <tool_call>b {HERMES} c", "a <tool_call>b", "c", [ROME]),
     ("hermes", "a < b <tool", "a < b <tool", "", []),
     ("qwen3_coder", "x <function=get_weather> y", "x <function=get_weather> y", "", []),
     ("glm45", "x <tool_call>y</tool_call> z", "x <tool_call>y</tool_call> z", "", []),

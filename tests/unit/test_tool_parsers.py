@@ -97,6 +97,7 @@ HERMES = [
     (tag('{"name": "f", "arguments": }'), tag('{"name": "f", "arguments": }'), []),
     ('<tool_call>\n{"na', '<tool_call>\n{"na', []),
     (tag("[1]") + " " + tag(OTHER), tag("[1]"), [NOW]),
+    (f"{tag(OTHER)}{tag('x')} y", f"{tag('x')} y", [NOW]),
 ]
 JSON = [
     ("just text", "just text", []),

@@ -66,7 +66,7 @@ class CallsInThought:
                 self._begin = len(self._held) - len(self._held.lstrip())
                 self._trial, added = self._new_parser(), self._held[self._begin :]
             pieces = self._trial.push(added)
-            self._is_call = any(isinstance(piece, CallDelta) for piece in pieces)
+            self._is_call = bool(pieces) and isinstance(pieces[0], CallDelta)
             if self._is_call or not pieces:
                 return shown
             self._trial = None  # no call: the search goes on behind its first character

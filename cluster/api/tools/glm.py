@@ -35,7 +35,7 @@ class GlmParser(MarkedCallParser):
             else:
                 head += mark
             pieces.append(self._raw + head)
-            self._raw, self._at = "", self._content
+            self._raw, self._at, self._reader.trims = "", self._content, False
             return True
         self._raw, self._writer = "", ArgumentWriter(tool)
         pieces.append(CallDelta(self._num_calls, tool.name))

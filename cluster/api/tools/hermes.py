@@ -43,7 +43,7 @@ class HermesParser(MarkedCallParser):
             self._raw += text[:num_read]
             if scanner.broken:
                 pieces.append(self._raw)
-                self._raw, self._at = "", self._content
+                self._raw, self._at, self._reader.trims = "", self._content, False
         return bool(text)
 
     def _behind(self, pieces: list[Piece]) -> bool:
