@@ -235,3 +235,23 @@ def test_a_call_without_arguments_has_an_empty_object(templates, arguments):
     api = Api()
     assert api.post("/v1/chat/completions", {"messages": [message]}).status_code == 200
     assert prompt_text(api) == "[]"
+
+
+@pytest.mark.parametrize(("end", "content"), [("</think>", "Four.\n"), ("</think>\n", "\nFour.\n")])
+def test_an_answer_next_to_an_empty_thought_has_no_line_end_before_it(templates, end, content):
+    """GLM-4.5 without thoughts: its prompt ends with the tag, and the model begins with a line end."""
+    templates("{{ messages[0].content }}<think>" + end.replace("\n", "{{ '\\n' }}"))
+    message = Api(FakeBackend(says("\nFour.\n", end=[IM_END]))).chat().json()["choices"][0]
+    assert message["message"]["content"] == content
+
+
+def test_an_answer_that_goes_on_keeps_its_white_space(templates):
+    templates("{% for m in messages %}{{ m.content }}{% endfor %}")
+    messages = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "<think></think>"},
+    ]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    api = Api(FakeBackend(says("\nFour.", end=[IM_END])), reasoning_parser="think")
+    choice = api.post("/v1/chat/completions", body).json()["choices"][0]
+    assert choice["message"]["content"] == "\nFour."

@@ -42,14 +42,17 @@ class Splitter(Protocol):
 
 
 class ReasoningSplitter:
-    """Splits at the tags. White space next to the tags is dropped."""
+    """Splits at the tags. White space next to the tags is dropped.
 
-    def __init__(self, begins: Thinking) -> None:
+    begins    the state of the text's beginning
+    behind    the text begins next to a tag of the prompt
+    """
+
+    def __init__(self, begins: Thinking, *, behind: bool = False) -> None:
         self._state = begins
         self._held = ""
-        self._trims = (
-            begins is not Thinking.CLOSED
-        )  # white space at the beginning of what is shown next
+        # White space at the beginning of what is shown next is dropped.
+        self._trims = behind or begins is not Thinking.CLOSED
 
     def push(self, text: str) -> tuple[str, str]:
         """See Splitter."""

@@ -61,12 +61,14 @@ class Parsing:
     """What the parser of a choice depends on.
 
     seen    the state of thinking in which the text that it reads begins
+    behind  the text begins next to the end of a thought in the prompt, as with GLM-4.5 without thoughts
     begun   the prompt has the beginning of the answer's message
     shows   thoughts are in the answer
     """
 
     tools: ToolOptions | None
     seen: Thinking
+    behind: bool
     begun: bool
     shows: bool
 
@@ -159,13 +161,17 @@ class OutputFormats:
             markers += self._format.markers
         hidden = any(self._tokenizer.is_hidden(marker) for marker in markers)
         shows = request.include_reasoning is not False
-        parsing = Parsing(tools, seen, prompt.unfinished is not None, shows)
+        goes_on = prompt.unfinished is not None
+        behind = not goes_on and prompt.end.endswith(CLOSE)
+        parsing = Parsing(tools, seen, behind, goes_on, shows)
         return OutputFormat(grammar, param, checks, parsing, hidden, begins)
 
     def parser(self, parsing: Parsing) -> MessageParser:
         """Return the parser of one choice."""
         tools, shows = parsing.tools, parsing.shows
-        thoughts: Splitter | None = ReasoningSplitter(parsing.seen) if self._thinks else None
+        thoughts: Splitter | None = None
+        if self._thinks:
+            thoughts = ReasoningSplitter(parsing.seen, behind=parsing.behind)
         if thoughts is not None and self._has_response_tags:
             thoughts = ResponseTags(thoughts)
         if tools is None and not self._has_channels:
