@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.api.tools.base import CallDelta, Piece, Tool
-from cluster.api.tools.marked_calls import SectionedCallParser, State
+from cluster.api.tools.marked_calls import SectionedCallParser
 from cluster.api.tools.typed_values import ArgumentWriter
 
 
@@ -35,20 +35,14 @@ class InvokedCallParser(SectionedCallParser):
     """Each argument of a call has markers of its own."""
 
     def __init__(self, marks: CallMarks, tools: Sequence[Tool]) -> None:
-        bare = (marks.call,) if marks.bare else ()
-        super().__init__(marks.open, marks.call, marks.close, *bare)
+        super().__init__(marks.open, marks.call, marks.close, bare=marks.bare)
         self._marks = marks
         self._tools = {tool.name: tool for tool in tools}
-        self._is_bare = False
 
     def _cut_arguments(self, rest: str) -> list[Piece] | None:
         if self._at != self._value or not self._writer.in_string:
             return None
         return [CallDelta(self._num_calls, None, self._writer.piece(rest))] if rest else []
-
-    def _state_behind(self, opening: str) -> State:
-        self._is_bare = opening == self._marks.call
-        return self._head if self._is_bare else self._opened
 
     def _head(self, pieces: list[Piece]) -> bool:
         """Read the name of a call; an unknown one is no call."""
@@ -84,15 +78,6 @@ class InvokedCallParser(SectionedCallParser):
         self._at = self._between_values
         return True
 
-    def _bare_end(self, pieces: list[Piece]) -> bool:
-        """Leave out the end of a section that has no beginning."""
-        begun, close = self._reader.text.lstrip(), self._marks.close
-        if close.startswith(begun) and begun != close:
-            return False
-        self._reader.text = begun.removeprefix(close)
-        self._leave(pieces)
-        return True
-
     def _between_values(self, pieces: list[Piece]) -> bool:
         """Read up to the next argument or the end of the call."""
         marks = self._marks
@@ -102,7 +87,7 @@ class InvokedCallParser(SectionedCallParser):
         elif mark:
             pieces.append(CallDelta(self._num_calls, None, self._writer.close()))
             self._num_calls += 1
-            self._at = self._bare_end if self._is_bare else self._opened
+            self._at = self._behind_call()
             if mark == marks.close:
                 self._leave(pieces)
         return bool(mark)

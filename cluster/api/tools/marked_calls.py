@@ -81,12 +81,32 @@ class SectionedCallParser(MarkedCallParser):
     """Calls stand in a section of their own: opening, then calls that each begin with `call`, then `close`.
 
     Text between the calls of a section is left out.
+
+    bare   a call is one without a section, because models sometimes leave out the opening
     """
 
-    def __init__(self, opening: str, call: str, close: str, *openings: str) -> None:
-        super().__init__(opening, *openings)
+    def __init__(self, opening: str, call: str, close: str, *, bare: bool) -> None:
+        super().__init__(opening, *((call,) if bare else ()))
         self._call = call
         self._close = close
+        self._is_bare = False
+
+    def _state_behind(self, opening: str) -> State:
+        self._is_bare = opening == self._call
+        return self._head if self._is_bare else self._opened
+
+    def _behind_call(self) -> State:
+        """Return the state behind the end of a call."""
+        return self._bare_end if self._is_bare else self._opened
+
+    def _bare_end(self, pieces: list[Piece]) -> bool:
+        """State: behind a call without a section. The end of a section is left out."""
+        begun = self._reader.text.lstrip()
+        if self._close.startswith(begun) and begun != self._close:
+            return False
+        self._reader.text = begun.removeprefix(self._close)
+        self._leave(pieces)
+        return True
 
     def _opened(self, pieces: list[Piece]) -> bool:
         """State: up to the next call or the end of the section."""
