@@ -15,6 +15,7 @@ _REASONING = ("reasoning", "reasoning_content")
 _THINKING = re.compile(r"(?<![\w.'\"])thinking is (not )?defined")
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _INSTRUCTIONS = ("system", "developer")
+_SHORT_ID = 9
 _PROBE = ("system", "system", "user", "assistant", "system", "user")
 
 Message = dict[str, Any]
@@ -54,6 +55,8 @@ class TemplateFit:
             messages = [_without_thoughts_beside_content(message) for message in messages]
         if "message.tool_calls[0]" in self._template:
             messages = _with_single_calls(messages)
+        if "length != 9" in self._template:
+            messages = [_with_short_ids(message) for message in messages]
         if _reads_parts(self._template):
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
         return messages
@@ -148,6 +151,22 @@ def _behind(turn: list[Message], call_id: str) -> int:
     while position < len(turn) and turn[position]["role"] == "tool":
         position += 1
     return position
+
+
+def _with_short_ids(message: Message) -> Message:
+    """Return the message with ids of calls that Mixtral's template takes: nine letters and digits."""
+    if message.get("tool_calls"):
+        calls = [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]
+        return {**message, "tool_calls": calls}
+    if "tool_call_id" in message:
+        return {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+    return message
+
+
+def _short_id(call_id: str | None) -> str:
+    """Return an id of nine letters and digits, the same for the same id; ids of calls of this server stay."""
+    letters = re.sub("[^A-Za-z0-9]", "", call_id or "")
+    return letters[-_SHORT_ID:].rjust(_SHORT_ID, "0")
 
 
 def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:

@@ -255,3 +255,21 @@ def test_an_answer_that_goes_on_keeps_its_white_space(templates):
     api = Api(FakeBackend(says("\nFour.", end=[IM_END])), reasoning_parser="think")
     choice = api.post("/v1/chat/completions", body).json()["choices"][0]
     assert choice["message"]["content"] == "\nFour."
+
+
+def test_ids_of_calls_have_nine_characters_where_a_template_needs_them(templates):
+    """Mixtral's template: ids of other servers, whose conversation goes on here, were a 400."""
+    templates(
+        "{% for m in messages %}{% set id = m.tool_calls[0].id if m.tool_calls else m.tool_call_id %}"
+        "{% if id and id | length != 9 %}{{ raise_exception('id') }}{% endif %}{{ id }} {% endfor %}"
+    )
+    for given, short in [
+        ("abc123XYZ", "abc123XYZ"),
+        ("call_0123456789abcdef", "789abcdef"),
+        ("toolu_a-b", "00tooluab"),
+    ]:
+        api = Api()
+        messages = [called(given), result(given, "one"), {"role": "user", "content": "So?"}]
+        response = api.post("/v1/chat/completions", {"messages": messages})
+        assert response.status_code == 200, response.text
+        assert prompt_text(api) == f"{short} {short}  "
