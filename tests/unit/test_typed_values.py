@@ -7,7 +7,7 @@ import pytest
 from cluster.api.tools import FORMATS
 from cluster.api.tools.base import CallDelta, Tool
 from cluster.api.tools.typed_values import schemas, value_rules
-from cluster.api.tools.value_types import value_types
+from cluster.api.tools.value_types import ALL, value_types
 
 DEFS = {
     "Color": {"enum": ["red", "blue"], "type": "string"},
@@ -132,3 +132,13 @@ def test_grammars_write_texts_without_quotes(schema, rule):
 
 def test_integers_are_numbers():
     assert value_types({"allOf": [INTEGER, {"type": "number"}]}, {}).types == {"number"}
+
+
+def test_references_are_followed_once():
+    """A schema of a client must not take more time than it has parts."""
+    twice = [{"$ref": f"#/$defs/{i}"} for i in range(30) for _ in range(30)]
+    nested = {str(i): {"anyOf": twice} for i in range(30)}
+    types = value_types({"anyOf": [{"type": "string"}, *twice]}, {"$defs": nested})
+    assert types.types > {"string", "number"}
+    chain = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(2000)}
+    assert value_types({"$ref": "#/$defs/0"}, {"$defs": chain}).types == ALL

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+_MAX_DEPTH = 32  # of references and alternatives in each other; what is deeper may be any value
 ALL = frozenset({"string", "number", "boolean", "null", "object", "array"})
-_MAX_DEPTH = 16  # of references and alternatives: a schema may refer to itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,23 @@ def type_of(value: Any) -> str:
     return "object" if isinstance(value, dict) else "array"
 
 
-def value_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> ValueTypes:
+def value_types(schema: Any, root: Mapping[str, Any]) -> ValueTypes:
     """Return what a schema allows; `root` is the schema that its references start from."""
+    return _types(schema, root, {}, 0)
+
+
+def _types(
+    schema: Any, root: Mapping[str, Any], known: dict[str, ValueTypes], depth: int
+) -> ValueTypes:
+    """Return what a schema allows. `known` has the references so far: each is followed once, also one to itself."""
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return ANY
     found = []
     if isinstance(ref := schema.get("$ref"), str):
-        found.append(value_types(_referred(ref, root), root, depth + 1))
+        if ref not in known:
+            known[ref] = ANY
+            known[ref] = _types(_referred(ref, root), root, known, depth + 1)
+        found.append(known[ref])
     named = schema.get("type")
     if names := [name for name in (named if isinstance(named, list) else [named]) if name]:
         found.append(_named(names, schema.get("nullable") is True))
@@ -68,9 +78,9 @@ def value_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> ValueTy
         found.append(_listed(listed))
     for key in ("anyOf", "oneOf"):
         if isinstance(choices := schema.get(key), list) and choices:
-            found.append(reduce(_either, (value_types(it, root, depth + 1) for it in choices)))
+            found.append(reduce(_either, (_types(it, root, known, depth + 1) for it in choices)))
     if isinstance(parts := schema.get("allOf"), list):
-        found += [value_types(part, root, depth + 1) for part in parts]
+        found += [_types(part, root, known, depth + 1) for part in parts]
     return reduce(_both, found, ANY)
 
 
