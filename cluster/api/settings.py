@@ -79,7 +79,7 @@ class ApiSettings:
     tool_parser: str = "auto"
     """Of `tools.FORMATS`; auto = by the chat template."""
     reasoning_parser: str = "auto"
-    """think = between <think> and </think>, none = no reasoning; auto = by the chat template."""
+    """Of `serve.reasoning_parser`; auto = by the chat template."""
     images: ImageSettings | None = None
     """Images of requests; None = the model takes text alone."""
     pooling: PoolingSpec | None = None

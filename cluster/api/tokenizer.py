@@ -5,9 +5,7 @@ transformers is imported at load only, because the import takes seconds.
 
 import inspect
 import json
-import re
 from collections.abc import Collection
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,9 @@ from llguidance import LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from cluster.api.answer.detokenizer import DecoderFactory, byte_alphabet
+from cluster.api.template_fit import TemplateFit, complete_tool
 from cluster.errors import BadRequestError
 
-# {% for part in message.content %} and message['content']
-_PARTS_LOOP = re.compile(r"""{%-?\s*for\s+\w+\s+in\s+\w+(\.content|\[['"]content['"]\])""")
-_REASONING = ("reasoning", "reasoning_content")
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 TokenizerSource = tuple[str, str | None]
@@ -55,6 +51,7 @@ class ServingTokenizer:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.decoders = DecoderFactory(backend)
+        self._fits: dict[str, TemplateFit] = {}  # by the text of the chat template
 
     @property
     def chat_template(self) -> str:
@@ -149,24 +146,38 @@ class ServingTokenizer:
                 f"chat_template_kwargs: {reserved[0]!r} cannot be set",
                 param="chat_template_kwargs",
             )
-        if "developer" not in str(template):  # most templates have only the older name
-            messages = [
-                {**message, "role": "system"} if message["role"] == "developer" else message
-                for message in messages
-            ]
-        if "message.thinking" in str(template):
-            messages = [_without_thoughts_beside_content(message) for message in messages]
-        if _reads_parts(str(template)):
-            messages = [{**message, "content": _parts(message["content"])} for message in messages]
+        fit = self._fit(str(template))
+        messages = fit.messages(messages)
+        options = {
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **fit.variables(template_kwargs),
+        }
+        try:
+            return self._render(messages, tools, options)
+        except BadRequestError:
+            complete = [complete_tool(tool) for tool in tools or []]
+            if complete == (tools or []):
+                raise
+            return self._render(messages, complete, options)
+
+    def _fit(self, template: str) -> TemplateFit:
+        if template not in self._fits:
+            self._fits[template] = TemplateFit(
+                template, lambda messages: self._render(messages, None, {})
+            )
+        return self._fits[template]
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        options: dict[str, Any],
+    ) -> str:
         try:
             text: str = self._hf.apply_chat_template(
-                messages,
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **template_kwargs,
+                messages, tools=tools, tokenize=False, **options
             )
             return text
         except Exception as error:  # templates raise errors of any type
@@ -176,23 +187,6 @@ class ServingTokenizer:
                 param="messages",
                 code="chat_template_error",
             ) from error
-
-
-@cache
-def _reads_parts(template: str) -> bool:
-    """Whether a chat template takes contents only as lists of parts: it goes through them and tests no types."""
-    return bool(_PARTS_LOOP.search(template)) and "is string" not in template
-
-
-def _without_thoughts_beside_content(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message; without its reasoning if it has content and calls, which gpt-oss's template refuses."""
-    if not message.get("tool_calls") or not message.get("content"):
-        return message
-    return {key: value for key, value in message.items() if key not in _REASONING}
-
-
-def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _grammar_token_ids(added: dict[int, AddedToken]) -> dict[str, int]:

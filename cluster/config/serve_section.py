@@ -230,19 +230,21 @@ class ServeConfig(Section):
         "minimax_m2",
         "qwen3_coder",
         "granite",
+        "mistral",
         "harmony",
     ] = Field(
         "auto",
         description="How the model writes tool calls: hermes = JSON in <tool_call> tags, json = as plain "
-        "JSON, deepseek_v3 (also R1), deepseek_v31, kimi_k2, glm45, minimax_m2, granite and "
-        "qwen3_coder (also Qwen3.5) = as these models do, "
+        "JSON, deepseek_v3 (also R1), deepseek_v31, kimi_k2, glm45, minimax_m2, granite, "
+        "mistral (Mixtral-8x22B) and qwen3_coder (also Qwen3.5) = as these models do, "
         "harmony = the channels of gpt-oss, also for reasoning and content; "
         "auto = the format that the chat template writes, json if it writes none of these.",
     )
-    reasoning_parser: Literal["auto", "none", "think"] = Field(
+    reasoning_parser: Literal["auto", "none", "think", "ernie45"] = Field(
         "auto",
         description="think = what stands between <think> and </think> is the message's reasoning; "
-        "auto = think where the chat template has those tags.",
+        "ernie45 = think, and the answer stands between <response> and </response>; "
+        "auto = ernie45 or think where the chat template has those tags.",
     )
     allowed_media_domains: list[_Domain] = Field(
         default_factory=list,

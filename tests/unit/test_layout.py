@@ -95,6 +95,7 @@ ORDER = {
         ("api/images", "api/videos"),
         ("api/tools", "api/settings.py", "api/backend.py"),
         ("api/answer",),
+        ("api/template_fit.py",),
         ("api/tokenizer.py",),
         ("api/work",),
         ("api/request",),

@@ -22,6 +22,9 @@ def coder(name, **arguments):
 
 
 CODER_ROME, CODER_NOW = coder("get_weather", city="Rome"), coder("time.now")
+BARE, BARE_NOW = CODER_ROME.removeprefix("<tool_call>\n"), CODER_NOW.removeprefix("<tool_call>\n")
+LOOSE = BARE.removesuffix("\n</tool_call>")
+OPEN_VALUE = "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n"
 CODER = [
     ("just text", "just text", []),
     (" two \n\n", " two \n\n", []),
@@ -44,6 +47,34 @@ CODER = [
     (CODER_ROME.partition("me\n</p")[0], "", [("get_weather", '{"city": "Ro')]),
     (CODER_ROME[: -len("</tool_call>")], "", [ROME]),
     (CODER_NOW.replace("</function>\n", ""), "", [NOW]),
+    (CODER_ROME.replace("\n</tool_call>", f"\n{LOOSE}\n</tool_call>"), "", [ROME, ROME]),
+    # A value without its end.
+    (f"{OPEN_VALUE}</function>\n</tool_call>", "", [ROME]),
+    (
+        f"{OPEN_VALUE}<parameter=days>\n3\n</function>\n</tool_call>\n{CODER_NOW}",
+        "",
+        [("get_weather", '{"city": "Rome", "days": 3}'), NOW],
+    ),
+    # No opening tag, which the model often leaves out.
+    (BARE, "", [ROME]),
+    (f"I look it up.\n\n{BARE}", "I look it up.", [ROME]),
+    (f"{BARE}\n{BARE_NOW}", "", [ROME, NOW]),
+    (f"{BARE}\n{CODER_ROME}\nDone. ", "Done.", [ROME, ROME]),
+    (f"{CODER_ROME}\n{BARE}", "", [ROME, ROME]),
+    (f"a\n{LOOSE}\n\nb\n{BARE_NOW} \n", "ab", [ROME, NOW]),
+    (LOOSE, "", [ROME]),
+    (f"{LOOSE}\n</tool", "", [ROME]),
+    (BARE.partition("me\n")[0], "", [("get_weather", '{"city": "Ro')]),
+    # A name without the tag is no call if it is unknown, or if neither an argument nor the end of a call follows.
+    (BARE.replace("get_weather", "other"),) * 2 + ([],),
+    ("Write <function=get_weather> to call it.",) * 2 + ([],),
+    ("a <function=get_weather>",) * 2 + ([],),
+    ("a <function=get_weather>\n<param",) * 2 + ([],),
+    ("a <function=<function=get_weather> b",) * 2 + ([],),
+    ("a <function=</tool_call> b",) * 2 + ([],),
+    ("a <functio",) * 2 + ([],),
+    ("if a <function= b",) * 2 + ([],),
+    (f"Write <function=get_weather>, so:\n{BARE}", "Write <function=get_weather>, so:", [ROME]),
     # No call at all: text.
     (coder("f"), coder("f"), []),
     (tag(CALL), tag(CALL), []),

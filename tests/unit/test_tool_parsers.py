@@ -97,6 +97,7 @@ HERMES = [
     (tag('{"name": "f", "arguments": }'), tag('{"name": "f", "arguments": }'), []),
     ('<tool_call>\n{"na', '<tool_call>\n{"na', []),
     (tag("[1]") + " " + tag(OTHER), tag("[1]"), [NOW]),
+    (f"{tag(OTHER)}{tag('x')} y", f"{tag('x')} y", [NOW]),
 ]
 JSON = [
     ("just text", "just text", []),
@@ -279,6 +280,7 @@ RENDERED = {  # a call of get_weather for Rome
     "minimax_m2": minimax(M2_ROME),
     "qwen3_coder": CODER,
     "granite": f"<|tool_call|>[{CALL}]",
+    "mistral": f"[TOOL_CALLS] [{CALL}]",
     "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     + ROME[1],
     **{name: section(name, ROME) for name in SECTIONS},

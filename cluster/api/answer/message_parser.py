@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from cluster.api.answer.reasoning import ReasoningSplitter
+from cluster.api.answer.reasoning import Splitter
 from cluster.api.tools.base import CallDelta, CallParser, Piece, Thought
 
 
@@ -56,7 +56,7 @@ class MessageParser:
     def __init__(
         self,
         *,
-        thoughts: ReasoningSplitter | None = None,
+        thoughts: Splitter | None = None,
         calls: CallParser | None = None,
         max_calls: int | None = None,
         shows_reasoning: bool = True,

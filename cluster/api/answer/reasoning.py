@@ -1,6 +1,7 @@
 """Splits the reasoning of a model, between <think> and </think>, from its answer. Knows nothing of tools or JSON."""
 
 from enum import Enum
+from typing import Protocol
 
 from cluster.api.tools.base import possible_start
 
@@ -28,18 +29,33 @@ def thinking_after(prompt_end: str, unfinished: str | None) -> Thinking:
     return Thinking.CLOSED if end.endswith(CLOSE) else Thinking.POSSIBLE
 
 
-class ReasoningSplitter:
-    """Splits one answer as its text arrives. White space next to the tags is dropped."""
-
-    def __init__(self, begins: Thinking) -> None:
-        self._state = begins
-        self._held = ""
-        self._trims = (
-            begins is not Thinking.CLOSED
-        )  # white space at the beginning of what is shown next
+class Splitter(Protocol):
+    """Splits one answer into reasoning and content as its text arrives."""
 
     def push(self, text: str) -> tuple[str, str]:
         """Return (reasoning, content) that `text` completes."""
+        ...
+
+    def flush(self) -> tuple[str, str]:
+        """Return the (reasoning, content) that was held back. Called after the last `push`."""
+        ...
+
+
+class ReasoningSplitter:
+    """Splits at the tags. White space next to the tags is dropped.
+
+    begins    the state of the text's beginning
+    behind    the text begins next to a tag of the prompt
+    """
+
+    def __init__(self, begins: Thinking, *, behind: bool = False) -> None:
+        self._state = begins
+        self._held = ""
+        # White space at the beginning of what is shown next is dropped.
+        self._trims = behind or begins is not Thinking.CLOSED
+
+    def push(self, text: str) -> tuple[str, str]:
+        """See Splitter."""
         if self._state is Thinking.CLOSED and not self._trims:
             return "", text
         text, self._held = self._held + text, ""
@@ -56,7 +72,7 @@ class ReasoningSplitter:
         return reasoning, text
 
     def flush(self) -> tuple[str, str]:
-        """Return the (reasoning, content) that was held back. Called after the last `push`."""
+        """See Splitter."""
         held, self._held = self._held, ""
         if self._state is Thinking.OPENED:
             return held.rstrip(), ""

@@ -161,9 +161,10 @@ class Drafter:
     ) -> tuple[Prompt, ToolOptions | None]:
         check_model(request.model, engine)
         options = self.formats.tool_options(request)
-        self.formats.check_thinking(request)
         tools = None if options is None else options.definitions
-        return self.prompts.chat(request, self._num_kept(request, engine), tools), options
+        prompt = self.prompts.chat(request, self._num_kept(request, engine), tools)
+        self.formats.check_thinking(request, prompt)
+        return prompt, options
 
     def _draft(
         self,

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from cluster.api.images.medium import MediaKind, Medium
+from cluster.api.request.cut_json import completed
 from cluster.errors import BadRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -142,9 +143,11 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = json.loads(arguments) or {}  # some clients write null for none
             except (ValueError, RecursionError):
-                arguments = function["arguments"]  # left to the template
+                value = completed(function["arguments"])
+                if value is not None:  # all else is left to the template
+                    arguments = value
         named = {"name": function["name"], "arguments": arguments}
         result.append({"id": call.get("id"), "type": "function", "function": named})
     return result

@@ -7,20 +7,32 @@ Joins the constraint of the client (`structured`), its tools (`tool_options`) an
 from dataclasses import dataclass
 from functools import partial
 
+from cluster.api.answer.calls_in_thought import CallsInThought
 from cluster.api.answer.message_parser import MessageParser
-from cluster.api.answer.reasoning import CLOSE, OPEN, ReasoningSplitter, Thinking, thinking_after
+from cluster.api.answer.reasoning import (
+    CLOSE,
+    OPEN,
+    ReasoningSplitter,
+    Splitter,
+    Thinking,
+    thinking_after,
+)
+from cluster.api.answer.response_tags import OPEN as RESPONSE
+from cluster.api.answer.response_tags import ResponseTags
 from cluster.api.request.grammar_check import GrammarCheck, join_grammars, single_grammar
 from cluster.api.request.prompt import Prompt
 from cluster.api.request.protocol import ChatRequest, CompletionRequest
 from cluster.api.request.structured import Constraint, arguments_node, find_constraint
 from cluster.api.request.tool_options import ToolOptions, parse_tool_options
 from cluster.api.settings import ApiSettings
+from cluster.api.template_fit import has_thinking_variable
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.api.tools import choose_format
 from cluster.api.tools.base import lark_string
 from cluster.api.tools.harmony import FINAL, answer_rules
 from cluster.errors import BadRequestError
 
+_ERNIE = "<global_setting>"  # of its system message; other templates have <response> for results of tools
 _THINKING_VARIABLES = ("enable_thinking", "reasoning_effort")
 
 
@@ -49,12 +61,14 @@ class Parsing:
     """What the parser of a choice depends on.
 
     seen    the state of thinking in which the text that it reads begins
+    behind  the text begins next to the end of a thought in the prompt, as with GLM-4.5 without thoughts
     begun   the prompt has the beginning of the answer's message
     shows   thoughts are in the answer
     """
 
     tools: ToolOptions | None
     seen: Thinking
+    behind: bool
     begun: bool
     shows: bool
 
@@ -73,9 +87,12 @@ class OutputFormats:
         self._format = choose_format(settings.tool_parser, template)
         self._has_channels = self._format.has_channels
         parser = settings.reasoning_parser
-        self._thinks = parser == "think" or (parser == "auto" and CLOSE in template)
-        self._can_stop_thinking = not self._has_channels and any(
-            name in template for name in _THINKING_VARIABLES
+        if parser == "auto":
+            parser = _reasoning_parser(template)
+        self._thinks = parser != "none"
+        self._has_response_tags = parser == "ernie45"
+        self._can_stop_thinking = not self._has_channels and (
+            any(name in template for name in _THINKING_VARIABLES) or has_thinking_variable(template)
         )
 
     def for_completion(self, request: CompletionRequest) -> OutputFormat:
@@ -95,12 +112,20 @@ class OutputFormats:
             )
         return options
 
-    def check_thinking(self, request: ChatRequest) -> None:
-        """Raise BadRequestError if the request turns thinking off and the chat template cannot."""
+    def check_thinking(self, request: ChatRequest, prompt: Prompt) -> None:
+        """Raise BadRequestError if the request turns thinking off and the chat template cannot.
+
+        A template with the tags of thoughts may be that of a model that never thinks, such as Qwen3's Instruct models:
+        it is one of a model that always thinks if the prompt has opened a thought, or if `reasoning_parser` is think.
+        """
         if "enable_thinking" in (request.chat_template_kwargs or {}):
             return  # variables are passed to the template unchecked
         off = request.template_variables.get("enable_thinking") is False
-        if off and (self._thinks or self._has_channels) and not self._can_stop_thinking:
+        opened = thinking_after(prompt.end, prompt.unfinished) is Thinking.OPENED
+        always = self._has_channels or (
+            self._thinks and (opened or self._settings.reasoning_parser not in ("auto", "none"))
+        )
+        if off and always and not self._can_stop_thinking:
             param = "reasoning_effort" if request.enable_thinking is None else "enable_thinking"
             raise BadRequestError(
                 f"{param}: this model always thinks, because its chat template cannot turn it off; "
@@ -136,16 +161,25 @@ class OutputFormats:
             markers += self._format.markers
         hidden = any(self._tokenizer.is_hidden(marker) for marker in markers)
         shows = request.include_reasoning is not False
-        parsing = Parsing(tools, seen, prompt.unfinished is not None, shows)
+        goes_on = prompt.unfinished is not None
+        behind = not goes_on and prompt.end.endswith(CLOSE)
+        parsing = Parsing(tools, seen, behind, goes_on, shows)
         return OutputFormat(grammar, param, checks, parsing, hidden, begins)
 
     def parser(self, parsing: Parsing) -> MessageParser:
         """Return the parser of one choice."""
         tools, shows = parsing.tools, parsing.shows
-        thoughts = ReasoningSplitter(parsing.seen) if self._thinks else None
+        thoughts: Splitter | None = None
+        if self._thinks:
+            thoughts = ReasoningSplitter(parsing.seen, behind=parsing.behind)
+        if thoughts is not None and self._has_response_tags:
+            thoughts = ResponseTags(thoughts)
         if tools is None and not self._has_channels:
             return MessageParser(thoughts=thoughts, shows_reasoning=shows)
-        calls = self._format.parser([] if tools is None else tools.callable)
+        new_parser = partial(self._format.parser, [] if tools is None else tools.callable)
+        calls, openings = new_parser(), self._format.openings
+        if thoughts is not None and openings:
+            thoughts = CallsInThought(thoughts, openings, new_parser)
         if self._has_channels and parsing.begun:
             calls.push(FINAL)
         return MessageParser(
@@ -222,3 +256,10 @@ class OutputFormats:
         """Return the tag as a grammar writes it: by its token id if it is an added token, else as text."""
         token_id = self._tokenizer.grammar_token_id(text)
         return lark_string(text) if token_id is None else f"<[{token_id}]>"
+
+
+def _reasoning_parser(template: str) -> str:
+    """Return the reasoning parser for a chat template."""
+    if OPEN not in template and CLOSE not in template:
+        return "none"
+    return "ernie45" if _ERNIE in template and RESPONSE in template else "think"

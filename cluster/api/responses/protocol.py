@@ -78,7 +78,7 @@ class ReasoningOptions(BaseModel):
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None,
-        description="none, minimal = no thinking, if the chat template has enable_thinking.",
+        description="For the chat template; none = no thinking, if the chat template can turn it off.",
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(
         None, description="Accepted; the answer has the reasoning itself, no summary."

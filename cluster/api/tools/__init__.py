@@ -7,6 +7,7 @@ from cluster.api.tools.harmony import CHANNEL, HARMONY
 from cluster.api.tools.hermes import HERMES, OPEN
 from cluster.api.tools.json_calls import JSON
 from cluster.api.tools.minimax import MINIMAX_M2
+from cluster.api.tools.mistral import MISTRAL
 from cluster.api.tools.qwen3_coder import CALL, QWEN3_CODER
 from cluster.api.tools.sections import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
 
@@ -20,6 +21,7 @@ FORMATS = {
     "minimax_m2": MINIMAX_M2,
     "qwen3_coder": QWEN3_CODER,
     "granite": GRANITE,
+    "mistral": MISTRAL,
     "harmony": HARMONY,
 }
 
@@ -45,6 +47,8 @@ def _written_by(chat_template: str) -> str:
         return "qwen3_coder"
     if GRANITE.markers[0] in chat_template:
         return "granite"
+    if MISTRAL.markers[0] in chat_template:
+        return "mistral"
     if KEY in chat_template:
         return "glm45"
     return "hermes" if OPEN in chat_template else "json"

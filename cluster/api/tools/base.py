@@ -27,7 +27,7 @@ class Tool:
 class CallDelta:
     """A part of call number `index`. The first part has the name; the arguments of all parts join to the JSON text.
 
-    call_id   of the first part: the id that the model wrote; None = the model writes none
+    call_id   of the first part: the id that the model wrote, or of a form that its chat template needs; None = any
     """
 
     index: int
@@ -80,6 +80,7 @@ class CallFormat:
              <tool_call> for the grammar, because some models have it as text and some as a token.
     markers  texts that occur in calls only
     schemas  the schemas of the grammars that the rules of tool number i refer to
+    openings       texts that calls begin with, where text before them is content
     has_channels   the parser splits reasoning and content too, and reads answers to requests without tools
     """
 
@@ -87,6 +88,7 @@ class CallFormat:
     lark: Callable[[Sequence[Tool], bool, Callable[[str], str]], str]
     markers: tuple[str, ...] = ()
     schemas: Callable[[int, Tool], Schemas] = whole_arguments
+    openings: tuple[str, ...] = ()
     has_channels: bool = False
 
 

@@ -35,7 +35,7 @@ class GlmParser(MarkedCallParser):
             else:
                 head += mark
             pieces.append(self._raw + head)
-            self._raw, self._at = "", self._content
+            self._raw, self._at, self._reader.trims = "", self._content, False
             return True
         self._raw, self._writer = "", ArgumentWriter(tool)
         pieces.append(CallDelta(self._num_calls, tool.name))
@@ -74,7 +74,7 @@ class GlmParser(MarkedCallParser):
             pieces.append(CallDelta(self._num_calls, None, text))
         if ended:
             self._at = self._between
-        return ended
+        return bool(ended)
 
     def _end(self, pieces: list[Piece]) -> None:
         pieces.append(CallDelta(self._num_calls, None, self._writer.close()))
@@ -100,4 +100,10 @@ def _lark(tools: Sequence[Tool], many: bool, marker: Callable[[str], str]) -> st
     return "\n".join(rules)
 
 
-GLM45 = CallFormat(GlmParser, _lark, (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END), schemas=schemas)
+GLM45 = CallFormat(
+    GlmParser,
+    _lark,
+    (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END),
+    schemas=schemas,
+    openings=(OPEN,),
+)

@@ -43,7 +43,7 @@ class HermesParser(MarkedCallParser):
             self._raw += text[:num_read]
             if scanner.broken:
                 pieces.append(self._raw)
-                self._raw, self._at = "", self._content
+                self._raw, self._at, self._reader.trims = "", self._content, False
         return bool(text)
 
     def _behind(self, pieces: list[Piece]) -> bool:
@@ -67,4 +67,4 @@ def _lark(tools: Sequence[Tool], many: bool, marker: Callable[[str], str]) -> st
     return "\n".join(rules)
 
 
-HERMES = CallFormat(HermesParser, _lark, (OPEN, CLOSE))
+HERMES = CallFormat(HermesParser, _lark, (OPEN, CLOSE), openings=(OPEN,))

@@ -15,6 +15,8 @@ class CallMarks:
     name_end     ends the name of a call and of an argument
     value_start  stands before a value, and is no part of it; may be missing
     value_ends   end a value; where two of them end at one place, the longer one comes first
+    next_marks   end a value without an end, and are no part of it
+    bare         models often leave out `open`: a call of a known tool is one without it
     """
 
     open: str
@@ -25,13 +27,15 @@ class CallMarks:
     name_end: str
     value_ends: tuple[str, ...]
     value_start: str = ""
+    next_marks: tuple[str, ...] = ()
+    bare: bool = False
 
 
 class InvokedCallParser(SectionedCallParser):
     """Each argument of a call has markers of its own."""
 
     def __init__(self, marks: CallMarks, tools: Sequence[Tool]) -> None:
-        super().__init__(marks.open, marks.call, marks.close)
+        super().__init__(marks.open, marks.call, marks.close, bare=marks.bare)
         self._marks = marks
         self._tools = {tool.name: tool for tool in tools}
 
@@ -45,18 +49,34 @@ class InvokedCallParser(SectionedCallParser):
         marks = self._marks
         name, mark = self._reader.wait(marks.name_end, marks.call, marks.close)
         tool = self._tools.get(name)
-        if mark == marks.name_end and tool is not None:
-            pieces.append(CallDelta(self._num_calls, tool.name))
-            self._raw, self._writer = "", ArgumentWriter(tool)
-            self._at = self._between_values
-            return True
         if mark:
             self._raw += name + mark
-        if mark == marks.close:
+        if mark == marks.name_end and tool is not None:
+            self._tool = tool
+            self._at = self._bare_call if self._is_bare else self._begun
+        elif mark == marks.close or (mark == marks.name_end and self._is_bare):
             self._leave(pieces)
         elif mark == marks.name_end:
             self._at = self._opened
         return bool(mark)
+
+    def _bare_call(self, pieces: list[Piece]) -> bool:
+        """Decide whether a name without a section is that of a call: an argument or the end of the call follows."""
+        begun, ends = self._reader.text.lstrip(), (self._marks.key, self._marks.call_end)
+        if begun.startswith(ends):
+            self._at = self._begun
+            return True
+        if any(end.startswith(begun) for end in ends):
+            return False
+        self._leave(pieces)
+        return True
+
+    def _begun(self, pieces: list[Piece]) -> bool:
+        """Begin a call of the tool that was read."""
+        pieces.append(CallDelta(self._num_calls, self._tool.name))
+        self._raw, self._writer = "", ArgumentWriter(self._tool)
+        self._at = self._between_values
+        return True
 
     def _between_values(self, pieces: list[Piece]) -> bool:
         """Read up to the next argument or the end of the call."""
@@ -67,7 +87,7 @@ class InvokedCallParser(SectionedCallParser):
         elif mark:
             pieces.append(CallDelta(self._num_calls, None, self._writer.close()))
             self._num_calls += 1
-            self._at = self._opened
+            self._at = self._behind_call()
             if mark == marks.close:
                 self._leave(pieces)
         return bool(mark)
@@ -90,9 +110,12 @@ class InvokedCallParser(SectionedCallParser):
 
     def _value(self, pieces: list[Piece]) -> bool:
         """Pass a value on as it comes."""
-        text, ended = self._writer.read(self._reader, *self._marks.value_ends)
+        marks = self._marks
+        text, ended = self._writer.read(self._reader, *marks.value_ends, *marks.next_marks)
         if text:
             pieces.append(CallDelta(self._num_calls, None, text))
         if ended:
+            if ended in marks.next_marks:
+                self._reader.text = ended + self._reader.text
             self._at = self._between_values
-        return ended
+        return bool(ended)

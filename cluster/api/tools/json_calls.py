@@ -56,13 +56,17 @@ class JsonParser:
                 self._give_up(pieces)
                 return text[num_read:]
             self._raw = ""
-            pieces.append(CallDelta(self._num_calls, scanner.name))
+            pieces.append(CallDelta(self._num_calls, scanner.name, call_id=self._call_id()))
         if arguments:
             pieces.append(CallDelta(self._num_calls, None, arguments))
         if scanner.ended or scanner.broken:
             self._num_calls += 1
             self._scanner = CallScanner(_KEYS)
         return text[num_read:]
+
+    def _call_id(self) -> str | None:
+        """Return the id of a call that begins; None = any."""
+        return None
 
     def _give_up(self, pieces: list[Piece]) -> None:
         self._is_content = True

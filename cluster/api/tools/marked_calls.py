@@ -9,6 +9,8 @@ from collections.abc import Callable
 from cluster.api.tools.base import Piece
 from cluster.api.tools.reader import Reader
 
+State = Callable[[list[Piece]], bool]
+
 
 class StateParser:
     """Reads text in states. A state is a method that appends pieces and returns whether it read something.
@@ -16,7 +18,7 @@ class StateParser:
     A state sets the next state, `_at`.
     """
 
-    def __init__(self, first: Callable[[list[Piece]], bool]) -> None:
+    def __init__(self, first: State) -> None:
         self._reader = Reader()
         self._at = first
         self._num_calls = 0
@@ -36,9 +38,9 @@ class MarkedCallParser(StateParser, ABC):
     A state reads up to the next marker, and returns whether it found one. White space behind the calls is left out.
     """
 
-    def __init__(self, opening: str) -> None:
+    def __init__(self, *openings: str) -> None:
         super().__init__(self._content)
-        self._opening = opening
+        self._openings = openings
         self._raw = ""  # of a section or call that was not returned yet; it becomes content if there is no call
 
     def flush(self) -> list[Piece]:
@@ -54,13 +56,17 @@ class MarkedCallParser(StateParser, ABC):
         return [rest] if rest else []
 
     def _content(self, pieces: list[Piece]) -> bool:
-        """State: content up to the opening marker."""
-        shown, self._raw, found = self._reader.content(self._opening)
+        """State: content up to an opening marker."""
+        shown, self._raw, opening = self._reader.content(*self._openings)
         if shown:
             pieces.append(shown)
-        if found:
-            self._at = self._opened
-        return found
+        if opening:
+            self._at = self._state_behind(opening)
+        return bool(opening)
+
+    def _state_behind(self, opening: str) -> State:
+        """Return the state behind an opening marker."""
+        return self._opened
 
     @abstractmethod
     def _opened(self, pieces: list[Piece]) -> bool:
@@ -75,12 +81,32 @@ class SectionedCallParser(MarkedCallParser):
     """Calls stand in a section of their own: opening, then calls that each begin with `call`, then `close`.
 
     Text between the calls of a section is left out.
+
+    bare   a call is one without a section, because models sometimes leave out the opening
     """
 
-    def __init__(self, opening: str, call: str, close: str) -> None:
-        super().__init__(opening)
+    def __init__(self, opening: str, call: str, close: str, *, bare: bool) -> None:
+        super().__init__(opening, *((call,) if bare else ()))
         self._call = call
         self._close = close
+        self._is_bare = False
+
+    def _state_behind(self, opening: str) -> State:
+        self._is_bare = opening == self._call
+        return self._head if self._is_bare else self._opened
+
+    def _behind_call(self) -> State:
+        """Return the state behind the end of a call."""
+        return self._bare_end if self._is_bare else self._opened
+
+    def _bare_end(self, pieces: list[Piece]) -> bool:
+        """State: behind a call without a section. The end of a section is left out."""
+        begun = self._reader.text.lstrip()
+        if self._close.startswith(begun) and begun != self._close:
+            return False
+        self._reader.text = begun.removeprefix(self._close)
+        self._leave(pieces)
+        return True
 
     def _opened(self, pieces: list[Piece]) -> bool:
         """State: up to the next call or the end of the section."""

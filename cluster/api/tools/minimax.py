@@ -33,4 +33,6 @@ def _lark(tools: Sequence[Tool], many: bool, marker: Callable[[str], str]) -> st
     return "\n".join(rules)
 
 
-MINIMAX_M2 = CallFormat(partial(InvokedCallParser, MARKS), _lark, (OPEN, CLOSE), schemas=schemas)
+MINIMAX_M2 = CallFormat(
+    partial(InvokedCallParser, MARKS), _lark, (OPEN, CLOSE), schemas=schemas, openings=(OPEN,)
+)

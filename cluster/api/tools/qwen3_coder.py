@@ -12,7 +12,16 @@ CALL, CALL_END = "<function=", "</function>"
 KEY, VALUE_END = "<parameter=", "</parameter>"
 NAME_END = ">"
 MARKS = CallMarks(
-    OPEN, CLOSE, CALL, CALL_END, KEY, NAME_END, (f"\n{VALUE_END}", VALUE_END), value_start="\n"
+    OPEN,
+    CLOSE,
+    CALL,
+    CALL_END,
+    KEY,
+    NAME_END,
+    (f"\n{VALUE_END}", VALUE_END),
+    value_start="\n",
+    next_marks=(f"\n{KEY}", f"\n{CALL_END}\n{CLOSE}"),
+    bare=True,
 )
 
 
@@ -38,5 +47,9 @@ def _lark(tools: Sequence[Tool], many: bool, marker: Callable[[str], str]) -> st
 
 
 QWEN3_CODER = CallFormat(
-    partial(InvokedCallParser, MARKS), _lark, (OPEN, CLOSE, CALL, KEY), schemas=schemas
+    partial(InvokedCallParser, MARKS),
+    _lark,
+    (OPEN, CLOSE, CALL, KEY),
+    schemas=schemas,
+    openings=(OPEN, CALL),
 )

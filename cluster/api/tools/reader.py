@@ -1,5 +1,7 @@
 """Text that arrives in pieces, read up to markers. Knows nothing of particular formats."""
 
+from collections.abc import Sequence
+
 from cluster.api.tools.base import possible_start
 
 
@@ -10,20 +12,22 @@ class Reader:
         self.text = ""
         self.trims = False  # white space at the beginning of what is shown next
 
-    def content(self, opening: str) -> tuple[str, str, bool]:
-        """Read content up to `opening`; return (what to show, white space and opening, whether it was found).
+    def content(self, *openings: str) -> tuple[str, str, str]:
+        """Read content up to the first of the openings; return (what to show, white space and opening, the opening).
 
-        White space in front of the opening, and what may be the beginning of it, is held back.
+        White space in front of an opening, and what may be the beginning of one, is held back. Without an opening the
+        second and the third are empty.
         """
-        before, found, after = self.text.partition(opening)
+        before, found = self._split(openings)
+        after = self.text[len(before) + len(found) :]
         if self.trims:
             before = before.lstrip()
             self.trims = not before
-        keep = 0 if found else possible_start(before, opening)
+        keep = 0 if found else max(possible_start(before, opening) for opening in openings)
         shown = before[: len(before) - keep].rstrip()
         held = before[len(shown) :]
         self.text = after if found else held
-        return shown, held + found if found else "", bool(found)
+        return shown, held + found if found else "", found
 
     def take(self, *marks: str) -> tuple[str, str]:
         """Return (text up to the first of the marks, that mark); without one, all text that holds no part of any."""
@@ -36,12 +40,19 @@ class Reader:
 
     def wait(self, *marks: str) -> tuple[str, str]:
         """Return (text up to the first of the marks, that mark), or nothing until there is one."""
+        before, mark = self._split(marks)
+        if not mark:
+            return "", ""
+        self.text = self.text[len(before) + len(mark) :]
+        return before, mark
+
+    def _split(self, marks: Sequence[str]) -> tuple[str, str]:
+        """Return (text up to the first of the marks, that mark), or all text and nothing."""
         found = [(self.text.find(mark), mark) for mark in marks if mark in self.text]
         if not found:
-            return "", ""
+            return self.text, ""
         position, mark = min(found, key=lambda item: item[0])
-        before, self.text = self.text[:position], self.text[position + len(mark) :]
-        return before, mark
+        return self.text[:position], mark
 
     def rest(self) -> str:
         """Return the text and forget it."""

@@ -31,7 +31,7 @@ class SectionParser(SectionedCallParser):
     """The arguments of a call are passed on as the model writes them."""
 
     def __init__(self, section: Section) -> None:
-        super().__init__(section.open, section.call, section.close)
+        super().__init__(section.open, section.call, section.close, bare=True)
         self._marks = section
         self._has_arguments = False
 
@@ -55,7 +55,7 @@ class SectionParser(SectionedCallParser):
         if not mark:
             return False
         self._raw += head + mark
-        if mark == marks.close:
+        if mark == marks.close or (mark != marks.call and self._is_bare):
             self._leave(pieces)
         elif mark != marks.call:
             self._at = self._opened
@@ -71,7 +71,7 @@ class SectionParser(SectionedCallParser):
             pieces.append(CallDelta(self._num_calls, None, added))
         if mark:
             self._num_calls += 1
-            self._at = self._opened
+            self._at = self._behind_call()
             if mark == self._marks.close:
                 self._leave(pieces)
         return bool(mark)
@@ -149,7 +149,9 @@ def _format(
 
     inner = _SEPARATOR if section.arguments == _FENCE else section.arguments
     markers = (section.open, section.call, inner, section.ends[-1], section.close)
-    return CallFormat(lambda _tools: SectionParser(section), lark, markers)
+    return CallFormat(
+        lambda _tools: SectionParser(section), lark, markers, openings=(section.open, section.call)
+    )
 
 
 def _v3_call(name: str, arguments: str, marker: Callable[[str], str]) -> str:

@@ -3,12 +3,14 @@
 The schema of the tool decides what a value is, because both can look the same. Knows nothing of particular formats.
 """
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from cluster.api.tools.base import Schemas, Tool, lark_string
 from cluster.api.tools.reader import Reader
+from cluster.api.tools.value_types import ALL, ANY, ValueTypes, type_of, value_types
 
 TEXT_RULE = "arg_text"
 
@@ -17,9 +19,8 @@ class ArgumentWriter:
     """Writes the arguments of one call as JSON text, as they arrive. Strings are passed on in pieces."""
 
     def __init__(self, tool: Tool) -> None:
-        self._strings = frozenset(
-            key for key, schema in properties(tool).items() if _is_string(schema)
-        )
+        self._tool = tool
+        self._types = ANY
         self._num_arguments = 0
         self.in_string = False
 
@@ -27,32 +28,64 @@ class ArgumentWriter:
         """Begin an argument."""
         comma = ", " if self._num_arguments else "{"
         self._num_arguments += 1
-        self.in_string = key in self._strings
-        return f"{comma}{json.dumps(key, ensure_ascii=False)}: " + ('"' if self.in_string else "")
+        self._types = _types(self._tool, key)
+        self.in_string = self._types.types == {"string"}
+        return f"{comma}{_json(key)}: " + ('"' if self.in_string else "")
 
-    def read(self, reader: Reader, *ends: str) -> tuple[str, bool]:
-        """Return (what arrived of a value, whether an end came): a string in pieces, other values when complete."""
+    def read(self, reader: Reader, *ends: str) -> tuple[str, str]:
+        """Return (what arrived of a value, the end that came): a string in pieces, other values when complete."""
         value, mark = (reader.take if self.in_string else reader.wait)(*ends)
-        return self.end(value) if mark else self.piece(value), bool(mark)
+        return self.end(value) if mark else self.piece(value), mark
 
     def piece(self, text: str) -> str:
         """Write a part of a string."""
-        return json.dumps(text, ensure_ascii=False)[1:-1]
+        return _json(text)[1:-1]
 
     def end(self, text: str) -> str:
-        """Write the rest of a string, or the whole of another value; text that is no JSON becomes a string."""
+        """Write the rest of a string, or the whole of another value."""
         if self.in_string:
             self.in_string = False
             return self.piece(text) + '"'
-        try:
-            json.loads(text, parse_constant=_refuse)
-        except (ValueError, RecursionError):
-            return json.dumps(text, ensure_ascii=False)
-        return text.strip()
+        return _value(text, self._types.types)
 
     def close(self) -> str:
         """End the call."""
         return "}" if self._num_arguments else "{}"
+
+
+def _value(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a complete value of these types; text that is none of them becomes a string.
+
+    Models also write values as Python does, because chat templates such as Qwen3-Coder's write True, None and
+    ['a'] into the conversation. Where a string is possible, such a text is one; only None is null where null is listed.
+    """
+    try:
+        kind = type_of(json.loads(text, parse_constant=_refuse))
+    except (ValueError, RecursionError):
+        kind = ""
+    if kind and (kind in types or "string" not in types):
+        return text.strip()
+    word = text.strip()
+    if word.lower() in ("null", "none") and "null" in types and types != ALL:
+        return "null"
+    if "string" not in types:
+        if word.lower() in ("true", "false"):
+            return word.lower()
+        if word.startswith(("[", "{")):
+            return _python(word)
+    return _json(text)
+
+
+def _python(text: str) -> str:
+    """Return the JSON of a list or a dictionary that is written as in Python; a string if it is neither."""
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return _json(text)
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _refuse(constant: str) -> None:
@@ -67,7 +100,7 @@ def properties(tool: Tool) -> dict[str, Any]:
 
 
 def schemas(index: int, tool: Tool) -> Schemas:
-    """Return the schemas of the arguments that are not strings, each with the definitions of the whole."""
+    """Return the schemas of the arguments that are no texts, each with the definitions of the whole."""
     parameters: Mapping[str, Any] = tool.parameters or {}
     shared: dict[str, Any] = {
         key: parameters[key] for key in ("$defs", "definitions") if key in parameters
@@ -75,7 +108,7 @@ def schemas(index: int, tool: Tool) -> Schemas:
     return {
         f"args_{index}_{number}": (f".properties.{key}", {**schema, **shared})
         for number, (key, schema) in enumerate(properties(tool).items())
-        if isinstance(schema, dict) and not _is_string(schema)
+        if isinstance(schema, dict) and not _types(tool, key).is_text
     }
 
 
@@ -91,16 +124,19 @@ def value_rules(index: int, tool: Tool, end: str) -> dict[str, tuple[str, bool]]
     """Return by argument: (what matches its value with the end behind it, whether it is required)."""
     required = (tool.parameters or {}).get("required") or ()
     found = {}
-    for number, (key, schema) in enumerate(properties(tool).items()):
+    for number, key in enumerate(properties(tool)):
         rule = f"@args_{index}_{number} {end}"
-        if _is_string(schema):
-            listed = [text for text in schema.get("enum", ()) if isinstance(text, str)]
-            if isinstance(schema.get("const"), str):
-                listed = [schema["const"]]
-            rule = f"({' | '.join(map(lark_string, listed))}) {end}" if listed else TEXT_RULE
+        types = _types(tool, key)
+        if types.is_text:
+            texts = types.texts
+            rule = f"({' | '.join(map(lark_string, texts))}) {end}" if texts else TEXT_RULE
         found[key] = (rule, key in required)
     return found
 
 
-def _is_string(schema: Any) -> bool:
-    return isinstance(schema, dict) and schema.get("type") == "string"
+def _types(tool: Tool, key: str) -> ValueTypes:
+    """Return the types of an argument; of one without a schema all."""
+    parameters = tool.parameters or {}
+    found = properties(tool)
+    schema = found[key] if key in found else parameters.get("additionalProperties")
+    return value_types(schema, parameters)
