@@ -52,7 +52,7 @@ def test_packed_experts_without_a_quantization_config_are_refused(tmp_path: Path
     (path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(
         CheckpointError,
-        match=r"quantised \(.*proj(_scales)? is U8\), but .* no quantization_config",
+        match=r"quantised \(.*proj_(blocks|scales) is U8\), but .* no quantization_config",
     ):
         OneRank(path)
 

@@ -17,6 +17,7 @@ from workers.specs.weight_map import WeightEntry, WeightKind, mapped_name
 from workers.weights.checkpoint_files import ROOT, CheckpointError
 from workers.weights.column_orders import check_column_orders
 from workers.weights.files import (
+    FLOATS,
     TIED_HEAD,
     StoredTensor,
     check_against_map,
@@ -30,6 +31,7 @@ from workers.weights.stored_forms import changed_forms, check_unquantised
 from workers.weights.tensors import rank_weights
 
 logger = logging.getLogger(__name__)
+PACKED = "_blocks"  # transformers 5 keeps it at the names of experts that it has unpacked
 HEADS = ("lm_head.", "score.")
 ROPE_TABLE = ".rotary_emb.inv_freq"  # old checkpoints hold it; it follows from config.json
 
@@ -152,6 +154,8 @@ def _headers(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
         kept = name.startswith(config.kept) and not skipped
         if kept and not name.endswith(unread):
             mapped = mapped_name(name, renamed)
+            if config.stacked_form is None and tensor.dtype in FLOATS:
+                mapped = mapped.removesuffix(PACKED)
             if mapped in found:
                 raise CheckpointError(f"{folder} holds {mapped} twice, also as {stored_name}")
             found[mapped] = tensor

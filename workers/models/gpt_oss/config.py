@@ -22,8 +22,6 @@ ROPE = {
     "original_max_position_embeddings": 4096,
 }
 NAMES = WeightNames(router="router.weight", stacked_experts=True)
-# transformers 5 saves experts that it has unpacked under the names of packed ones.
-UNPACKED = tuple((f".{name}_blocks", f".{name}") for name in ("gate_up_proj", "down_proj"))
 
 
 def read_config(read: ConfigReader) -> ModelConfig:
@@ -62,6 +60,4 @@ def read_config(read: ConfigReader) -> ModelConfig:
     read.fixed("swiglu_limit", SWIGLU_LIMIT, None)
     read.fixed("experts_per_token", experts.router.top_k, None)
     read.ignore("initial_context_length")  # the rotary embedding has it
-    form = read.mxfp4()
-    renamed = UNPACKED if form is None else ()
-    return read.finish(layers, experts, renamed=renamed, stacked_form=form)
+    return read.finish(layers, experts, stacked_form=read.mxfp4())
