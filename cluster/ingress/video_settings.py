@@ -9,7 +9,7 @@ from cluster.api.videos.settings import VideoSettings
 from cluster.config.phalanx_config import PhalanxConfig
 from workers.images.limits import ImageLimits
 from workers.models.config_reader import read_json
-from workers.models.vision.reads import read_video_processor
+from workers.models.vision.reads import per_channel, read_video_processor
 from workers.specs.vision import GlmVisionSpec, VisionSpec
 
 _STYLES: dict[str, Style] = {
@@ -38,7 +38,8 @@ def video_settings(
     if processor.get("do_sample_frames") is False:
         return "its processor takes all frames (do_sample_frames)"
     for key, own in (("image_mean", spec.scale.mean), ("image_std", spec.scale.std)):
-        if processor.get(key) is not None and tuple(processor[key]) != own:
+        found = processor.get(key)
+        if found is not None and per_channel(found, len(own)) != own:
             return f"its processor scales frames otherwise than images ({key})"
     # The frames of GLM are images of the prompt in all respects.
     name = "image_token_id" if isinstance(spec, GlmVisionSpec) else "video_token_id"

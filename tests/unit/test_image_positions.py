@@ -183,9 +183,11 @@ def test_a_processor_that_scales_nothing(tmp_path: Path) -> None:
         ModelConfigError, match=r"image_std \[0\.0, 1\.0, 1\.0\]; expected numbers > 0"
     ):
         spec_of(folder)
-    file.write_text('{"image_mean": 0.5, "rescale_factor": "small"}')
-    with pytest.raises(ModelConfigError, match=r"image_mean 0\.5; .* rescale_factor 'small'"):
+    file.write_text('{"image_mean": "half", "rescale_factor": "small"}')
+    with pytest.raises(ModelConfigError, match=r"image_mean 'half'; .* rescale_factor 'small'"):
         spec_of(folder)
+    file.write_text('{"image_mean": 0.5, "image_std": 0.25}')
+    assert (spec_of(folder).scale.mean, spec_of(folder).scale.std) == ((0.5,) * 3, (0.25,) * 3)
     file.write_text('{"image_mean": [0.5]}')
     with pytest.raises(ModelConfigError, match="1 values of image_mean"):
         spec_of(folder)

@@ -110,6 +110,7 @@ def test_the_processor_of_a_checkpoint(made: Made) -> None:
         ({"video_processor_type": "OtherProcessor"}, "'OtherProcessor' is not known here"),
         ({"do_sample_frames": False}, "takes all frames"),
         ({"image_mean": [0.1, 0.2, 0.3]}, "scales frames otherwise than images (image_mean)"),
+        ({"image_std": 0.25}, "scales frames otherwise than images (image_std)"),
     ],
 )
 def test_processors_that_are_not_served(made: Made, processor: dict[str, Any], reason: str) -> None:

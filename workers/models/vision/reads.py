@@ -99,6 +99,11 @@ def read_processor(folder: Path) -> Mapping[str, Any]:
     return new if isinstance(new, dict) else read_json(folder, PROCESSOR, required=False)
 
 
+def per_channel(value: Any, channels: int) -> tuple[Any, ...]:
+    """Return a processor's value of each channel: one that is no list stands for all."""
+    return tuple(value) if isinstance(value, list | tuple) else (value,) * channels
+
+
 def read_video_processor(folder: Path) -> Mapping[str, Any]:
     """Return the settings of the video processor of a checkpoint folder, from the first file that has them, or {}."""
     new = read_json(folder, NEW_PROCESSOR, required=False).get("video_processor")
@@ -165,9 +170,9 @@ class VisionReader:
     def _by_channel(self, key: str, default: Floats) -> Floats:
         """Return a number for each channel from the processor's config."""
         found, channels = self._processor.get(key), self.read.integer("in_channels")
-        values = default if found is None else found
-        if not isinstance(values, list | tuple) or not all(map(is_number, values)):
-            self.read.problems.append(f"{PROCESSOR} has {key} {values!r}; expected numbers")
+        values = default if found is None else per_channel(found, channels)
+        if not all(map(is_number, values)):
+            self.read.problems.append(f"{PROCESSOR} has {key} {found!r}; expected numbers")
         elif len(values) != channels:
             self.read.problems.append(
                 f"in_channels is {channels}, but {PROCESSOR} has {len(values)} values of {key}"
