@@ -42,6 +42,7 @@ EARLY = (1, 2, 3)
 MEMORY_GIB = dict.fromkeys(SHORT, 0.0002) | {"qwen3_moe": 0.0006}
 DISK_GIB = 0.008
 NUM_FILES = 40  # that the first part writes at least
+NUM_LATEST = 2  # sessions that return at the begin of a part
 SPOILT = 128  # bytes; a single one may change no token
 
 
@@ -146,9 +147,13 @@ class Store:
         return found
 
     def look(self) -> None:
-        """Keep the counters of the keeper."""
+        """Keep the counters of the keeper, once it has written its files: what is killed next loses none."""
+        deadline = time.monotonic() + 60
         with self._keeper() as keeper:
-            self._counts[keeper.keeper] = keeper.counts()
+            while (counts := keeper.counts()).get("disk_queued_bytes", 0):
+                assert time.monotonic() < deadline, "the keeper does not write"
+                time.sleep(1e-3)
+            self._counts[keeper.keeper] = counts
 
     def count(self, name: str) -> float:
         """Return a counter of all keepers together, as they were when this store has looked."""
@@ -186,12 +191,12 @@ class Store:
             client.close()
 
     def _damage_rows(self, chance: random.Random) -> None:
-        """Change parts of rows in memory."""
+        """Change a part of each row in memory."""
+        unit = self._config.row_bytes
         with self._keeper() as keeper:
-            used = int(keeper.counts()["used_bytes"])
-            assert used > 0, "this keeper has nothing"
-            for _ in range(50):
-                at = chance.randrange(used - SPOILT)
+            assert keeper.counts()["used_bytes"] > 0, "this keeper has nothing"
+            for start in range(0, len(keeper.memory) - unit + 1, unit):
+                at = start + chance.randrange(unit - SPOILT)
                 keeper.memory[at : at + SPOILT] = chance.randbytes(SPOILT)
 
     def _damage_files(self, chance: random.Random) -> None:
@@ -234,10 +239,22 @@ class Store:
 
 
 def random_part(
-    chance: random.Random, texts: list[list[int]], part: int, num_steps: int, num_ranks: int
+    chance: random.Random,
+    texts: list[list[int]],
+    part: int,
+    num_steps: int,
+    num_ranks: int,
+    before: list[Event],
 ) -> list[Event]:
-    """Sessions that return, go on or part from each other anywhere, and aborts."""
+    """Sessions that return, go on or part from each other anywhere, and aborts.
+
+    before   of the earlier parts; the last sessions of them return first, because the memory holds these alone
+    """
     events, step = [], 0
+    latest = [event.request for event in before if event.request is not None][-NUM_LATEST:]
+    for index, request in enumerate(latest):
+        again = make_request(f"{part}-latest-{index}", [*request.prompt_token_ids, 1], max_tokens=1)
+        events.append(Event(0, chance.randrange(num_ranks), again))
     while step < num_steps:
         name, text = f"{part}-{len(events)}", chance.choice(texts)
         if len(text) > MAX_LEN - 60 or chance.random() < 0.1:
@@ -283,7 +300,7 @@ def test_random_steps_with_deaths(rank_pool, tmp_path, family, parts, most_ranks
                 store.harms[harm](chance)
             else:  # a harm within the part
                 death = Death(harm, chance.randrange(num_ranks), chance.choice(EARLY))
-        part_events = random_part(chance, texts, number, num_steps, num_ranks)
+        part_events = random_part(chance, texts, number, num_steps, num_ranks, events)
         before = store.count("damaged")
         results += store.serve(config, part_events, death)
         events += part_events

@@ -127,7 +127,7 @@ class DiskTier:
     def counts(self) -> dict[str, float]:
         """Return counters and gauges by name."""
         names = ("read_bytes", "written_bytes", "missing", "damaged", "stale", "errors", "skipped")
-        found: dict[str, float] = {"disk_used_bytes": self._used}
+        found: dict[str, float] = {"disk_used_bytes": self._used, "disk_queued_bytes": self._queued}
         return found | {f"disk_{name}": self._counts[f"disk_{name}"] for name in names}
 
     def close(self) -> None:
