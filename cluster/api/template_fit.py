@@ -57,9 +57,14 @@ class TemplateFit:
             messages = _with_single_calls(messages)
         if "length != 9" in self._template:
             messages = [_with_short_ids(message) for message in messages]
-        if _reads_parts(self._template):
+        if self._reads_parts:
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
         return messages
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template takes contents only as lists of parts: it goes through them and tests no types."""
+        return bool(_PARTS_LOOP.search(self._template)) and "is string" not in self._template
 
     @cached_property
     def _takes_instructions(self) -> bool:
@@ -108,12 +113,6 @@ def _with_one_instruction(messages: list[Message]) -> list[Message]:
     content = "\n\n".join(message["content"] for message in given)
     others = [message for message in messages if message["role"] not in _INSTRUCTIONS]
     return [{**given[0], "content": content}, *others]
-
-
-@cache
-def _reads_parts(template: str) -> bool:
-    """Whether a chat template takes contents only as lists of parts: it goes through them and tests no types."""
-    return bool(_PARTS_LOOP.search(template)) and "is string" not in template
 
 
 def _without_thoughts_beside_content(message: Message) -> Message:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.block_fp8 import BlockWeights
+from tests.checkpoints.four_bit import FOUR_BITS
 from tests.draft_reference import QwenMtp, TransformersMtp, draft_logits
 from tests.family_cases import family_checkpoint
 from tests.unit.draft_case import OneRankDraft
@@ -48,14 +49,7 @@ GLM: dict[str, Any] = {
     },
     "ignore": ["lm_head", "re:.*mlp.gate$", "model.layers.3.eh_proj", "model.layers.3.shared_head"],
 }
-AWQ: dict[str, Any] = {
-    "quant_method": "awq",
-    "bits": 4,
-    "group_size": 32,
-    "zero_point": True,
-    "version": "gemm",
-    "modules_to_not_convert": ["mlp.gate"],
-}
+AWQ = FOUR_BITS["awq"]
 CASES = {
     "deepseek-fp8": ("deepseek_v3", FP8),
     "glm-compressed": ("glm4_moe", GLM),

@@ -1,7 +1,5 @@
 """Reasoning: what a model thinks is split from what it answers, in messages, streams and grammars."""
 
-import random
-
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
@@ -21,6 +19,7 @@ from tests.unit.api_fakes import (
     says,
     tiny_tokenizer,
 )
+from tests.unit.split_case import splits
 from tests.unit.test_tool_parsers import CALL, ROME, TOOLS, tag
 
 TOKENIZER = LLTokenizer(byte_tokenizer().to_str(), n_vocab=300, eos_token=[IM_END])
@@ -45,15 +44,7 @@ CASES = [
 
 @pytest.mark.parametrize(("begins", "text", "reasoning", "content"), CASES)
 def test_the_split_does_not_depend_on_how_the_text_comes(begins, text, reasoning, content):
-    rng = random.Random(text)
-    for size in (len(text) or 1, 1, *[0] * 20):
-        splitter = ReasoningSplitter(begins)
-        found, rest = ["", ""], text
-        while rest:
-            cut = size or rng.randint(1, 9)
-            piece, rest = rest[:cut], rest[cut:]
-            found = [a + b for a, b in zip(found, splitter.push(piece), strict=True)]
-        found = [a + b for a, b in zip(found, splitter.flush(), strict=True)]
+    for found in splits(lambda: ReasoningSplitter(begins), text):
         assert found == [reasoning, content]
 
 

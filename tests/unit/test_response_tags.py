@@ -1,12 +1,11 @@
 """The tags of ERNIE-4.5-Thinking around its answers."""
 
-import random
-
 import pytest
 
 from cluster.api.answer.reasoning import ReasoningSplitter, Thinking
 from cluster.api.answer.response_tags import ResponseTags
 from tests.unit.api_fakes import tiny_tokenizer
+from tests.unit.split_case import splits
 from tests.unit.test_reasoning import CHAT_TEMPLATE, api_that_says
 from tests.unit.test_tool_parsers import CALL, ROME, TOOLS, tag
 
@@ -28,15 +27,7 @@ CASES = [  # answer behind <think>, reasoning, content
 
 @pytest.mark.parametrize(("text", "reasoning", "content"), CASES)
 def test_the_split_does_not_depend_on_how_the_text_comes(text, reasoning, content):
-    rng = random.Random(text)
-    for size in (len(text), 1, *[0] * 20):
-        splitter = ResponseTags(ReasoningSplitter(Thinking.OPENED))
-        found, rest = ["", ""], text
-        while rest:
-            cut = size or rng.randint(1, 9)
-            piece, rest = rest[:cut], rest[cut:]
-            found = [a + b for a, b in zip(found, splitter.push(piece), strict=True)]
-        found = [a + b for a, b in zip(found, splitter.flush(), strict=True)]
+    for found in splits(lambda: ResponseTags(ReasoningSplitter(Thinking.OPENED)), text):
         assert found == [reasoning, content]
 
 

@@ -12,7 +12,7 @@ from workers.models.eagle3.spec import Eagle3Config
 from workers.specs.model import ModelConfig, weight_map
 from workers.specs.weight_map import mapped_name
 from workers.speculation_config import SpeculationConfig
-from workers.weights.checkpoint_files import ROOT, tensor_names
+from workers.weights.checkpoint_files import ROOT, has_scales, tensor_names
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ def _as_stored(head: ModelConfig, tensors: frozenset[str]) -> ModelConfig:
     stay in 16 bits then. The experts are held as the kernel of the model's experts has them.
     """
     names = [name if name.startswith(ROOT) else ROOT + name for name in tensors]
-    of_head = [name for name in (*tensors, *names) if name.startswith(head.kept)]
-    if any("scale" in name.rpartition(".")[2] for name in of_head):
+    if has_scales(name for name in (*tensors, *names) if name.startswith(head.kept)):
         return head
     return replace(head, quantization=None)
 

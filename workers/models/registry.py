@@ -24,6 +24,7 @@ from workers.models.vision.reads import read_processor, without_vision
 from workers.specs.model import ModelConfig
 from workers.specs.modelopt import METHOD
 from workers.specs.pooling import PoolingSpec
+from workers.specs.quantization import KEY as QUANTISATION
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,6 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_moe": Family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
 }
 
-QUANTISATION = "quantization_config"
 MODELOPT_FILE = "hf_quant_config.json"
 LOGITS_HEAD = "lm_head."  # begins the names of its tensors
 DEFAULT_FAMILY = "qwen3_moe"  # of checkpoints that are written

@@ -5,6 +5,7 @@ A digest covers the size, and for a large file samples: reading all bytes of a l
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,11 @@ def file_facts(path: Path) -> FileFacts:
                 file.seek(sample * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     return FileFacts(size, digest.hexdigest())
+
+
+def has_scales(names: Iterable[str]) -> bool:
+    """Return whether a tensor of these names is a scale of quantised weights."""
+    return any("scale" in name.rpartition(".")[2] for name in names)
 
 
 def has_one_file(folder: Path) -> bool:

@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from workers.hub import INDEX_FILE, SINGLE_FILE
 from workers.specs.four_bit import DiskKind, DiskTensor
 from workers.specs.weight_map import WeightEntry
 from workers.weights.checkpoint_files import CheckpointError, has_one_file
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 FLOATS = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,

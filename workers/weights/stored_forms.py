@@ -11,7 +11,7 @@ from pathlib import Path
 from workers.specs.four_bit import DiskKind, FourBitForm
 from workers.specs.quantization import Quantization
 from workers.specs.weight_map import Scaling, WeightEntry, WeightKind
-from workers.weights.checkpoint_files import CheckpointError
+from workers.weights.checkpoint_files import CheckpointError, has_scales
 from workers.weights.files import FLOATS, StoredTensor
 
 # Matrices that models never hold quantised, and that releases keep in 16 bits.
@@ -23,7 +23,7 @@ QUANTISED = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "U8", "I8", "I32",
 def check_unquantised(folder: Path, stored: Mapping[str, StoredTensor]) -> None:
     """Raise CheckpointError for quantised tensors with scales in a checkpoint without a `quantization_config`."""
     packed = next((name for name, tensor in stored.items() if tensor.dtype in QUANTISED), None)
-    if packed is not None and any("scale" in name.rpartition(".")[2] for name in stored):
+    if packed is not None and has_scales(stored):
         raise CheckpointError(
             f"{folder} is quantised ({packed} is {stored[packed].dtype}), but its config.json has no "
             "quantization_config"

@@ -25,9 +25,8 @@ class CallsInThought:
         self._openings = openings
         self._new_parser = parser
         self._held = ""
-        self._trial: CallParser | None = (
-            None  # reads the held text behind `_begin`; None: no call began
-        )
+        # Reads the held text behind `_begin`; None: no call began.
+        self._trial: CallParser | None = None
         self._begin = 0
         self._is_call = self._is_over = False
 

@@ -116,15 +116,14 @@ class OutputFormats:
         """Raise BadRequestError if the request turns thinking off and the chat template cannot.
 
         A template with the tags of thoughts may be that of a model that never thinks, such as Qwen3's Instruct models:
-        it is one of a model that always thinks if the prompt has opened a thought, or if `reasoning_parser` is think.
+        it is one of a model that always thinks if its prompt opens a thought, or if `reasoning_parser` is not auto.
         """
         if "enable_thinking" in (request.chat_template_kwargs or {}):
             return  # variables are passed to the template unchecked
         off = request.template_variables.get("enable_thinking") is False
         opened = thinking_after(prompt.end, prompt.unfinished) is Thinking.OPENED
-        always = self._has_channels or (
-            self._thinks and (opened or self._settings.reasoning_parser not in ("auto", "none"))
-        )
+        named = self._settings.reasoning_parser != "auto"
+        always = self._has_channels or (self._thinks and (opened or named))
         if off and always and not self._can_stop_thinking:
             param = "reasoning_effort" if request.enable_thinking is None else "enable_thinking"
             raise BadRequestError(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from cluster.api.tools.base import Piece, Tool
-from cluster.api.tools.json_calls import JsonParser
+from cluster.api.tools.json_calls import JsonParser, call_rules
 
 
 class MarkedListParser(JsonParser):
@@ -39,3 +39,9 @@ class MarkedListParser(JsonParser):
         if not self._num_calls:
             self._raw = (self._mark or "") + self._raw
         super()._give_up(pieces)
+
+
+def list_rules(opening: str, tools: Sequence[Tool], many: bool) -> str:
+    """Return the Lark rules of a list behind `opening`, of one call unless there may be many."""
+    more = '(", " call)*' if many else ""
+    return "\n".join([f'calls: {opening} "[" call {more} "]"', *call_rules(tools)])

@@ -4,8 +4,7 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from cluster.api.tools.base import CallFormat, Tool
-from cluster.api.tools.json_calls import call_rules
-from cluster.api.tools.marked_list import MarkedListParser
+from cluster.api.tools.marked_list import MarkedListParser, list_rules
 
 OPEN = "[TOOL_CALLS]"
 _ID_LENGTH = 9  # the chat template refuses all other lengths in the next request
@@ -22,9 +21,7 @@ class MistralParser(MarkedListParser):
 
 
 def _lark(tools: Sequence[Tool], many: bool, marker: Callable[[str], str]) -> str:
-    """Return the rules of a list, of one call unless there may be many."""
-    more = '(", " call)*' if many else ""
-    return "\n".join([f'calls: {marker(OPEN)} " "? "[" call {more} "]"', *call_rules(tools)])
+    return list_rules(f'{marker(OPEN)} " "?', tools, many)
 
 
 MISTRAL = CallFormat(MistralParser, _lark, (OPEN,))
