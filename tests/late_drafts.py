@@ -1,4 +1,4 @@
-"""Drafts that only the device has, for tests that compare them, and drafts that are right now and then."""
+"""Drafts that only the device has, for tests that compare them, drafts that are right now and then, and no drafts."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +22,20 @@ def with_tokens(scheduled: ScheduledBatch, last_tokens: torch.Tensor | None) -> 
     compared_L = torch.from_numpy(scheduled.compared_drafts)
     found_L = resolve_pending(compared_L, last_tokens.cpu()).numpy()
     return scheduled.with_drafts(np.where(ids_L == NO_DRAFT, NO_DRAFT, found_L))
+
+
+def running_along(run: Callable[..., Drafted]) -> Callable[..., Drafted]:
+    """Return a `DraftPasses.run` that runs along before, as on a rank without sequences, and then as `run`."""
+
+    def run_twice(
+        passes: DraftPasses, scheduled: ScheduledBatch, *rest: Any, **counts: Any
+    ) -> Drafted:
+        batch, plan, target = rest[:3]
+        along = run(passes, scheduled, batch, plan, target, None)
+        assert not len(along.rows.seqs) and not len(along.drafts_SK)
+        return run(passes, scheduled, *rest, **counts)
+
+    return run_twice
 
 
 def right_drafts(answers: Mapping[str, Sequence[int]], depth: int) -> Callable[..., Drafted]:

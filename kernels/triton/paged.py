@@ -102,13 +102,13 @@ def list_pages(
 ) -> None:
     """Write the used entries of each row of the block table, row after row; nothing is copied to the host.
 
-    block_table   int64 [B, max_blocks]
+    block_table   int64 [B, max_blocks], the blocks of a row side by side; without rows, any strides
     starts        int32 [R + 1], R >= B: index of each row's first entry in `pages`; rows from B on have no entries
     pages         int32 [>= P], written
     padded_slots  int64 [R], written if given: slots [up to R], then -1
     """
     num_seqs, num_rows = block_table.shape[0], starts.shape[0] - 1
-    assert block_table.stride(1) == 1 and num_seqs <= num_rows
+    assert num_seqs <= num_rows and (not num_seqs or block_table.stride(1) == 1)
     pad = slots is not None and padded_slots is not None
     num_slots = len(slots) if slots is not None else 0
     assert num_slots <= num_rows, (num_slots, num_rows)

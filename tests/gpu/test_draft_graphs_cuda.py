@@ -17,7 +17,7 @@ from tests.checkpoints.eagle3 import make_eagle3
 from tests.devices import take_gpu
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.gpu_families import released_shape, takes_latents
-from tests.late_drafts import with_tokens
+from tests.late_drafts import running_along, with_tokens
 from workers.models.registry import load_model_config
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
@@ -61,14 +61,17 @@ def sections(folder: Path, method: str) -> dict[str, dict[str, Any]]:
 
 
 class Passes:
-    """Runs the passes of each step twice, in graphs and eagerly; counts equal drafts by place, and replays.
+    """Runs the passes of each step in graphs and eagerly; counts equal drafts by place, and replays.
+
+    Before, they run along in both ways, as on a rank without sequences.
 
     answers   with which drafts begin, so that some are accepted; None: drafts stay as they are
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[int]] | None):
         self.equal, self.total, self.replays = Counter[int](), Counter[int](), Counter[str]()
-        run, replay, taken = DraftPasses.run, StepGraphs._replay, ModelDrafter.drafted
+        run, taken = running_along(DraftPasses.run), ModelDrafter.drafted
+        replay = StepGraphs._replay
 
         def both(passes: DraftPasses, scheduled: ScheduledBatch, *arguments: Any) -> Drafted:
             found = run(passes, scheduled, *arguments)

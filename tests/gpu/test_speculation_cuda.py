@@ -1,6 +1,7 @@
-"""Steps with drafts on a GPU, replayed from graphs: tokens are those that float32 would choose, or nearly so."""
+"""Steps with drafts on GPUs, replayed from graphs: tokens are those that float32 would choose, or nearly so."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +9,22 @@ import pytest
 import torch
 
 from kernels.backends.select import probe
+from tests.devices import need_gpus
 from tests.distributed.engine_harness import Event, make_request
-from tests.gpu.test_cuda_graphs import MARGIN, MEAN, alone, configure
+from tests.gpu import test_cuda_graphs
+from tests.gpu.pools import Pools
+from tests.gpu.test_cuda_graphs import (
+    MARGIN,
+    MEAN,
+    alone,
+    check_answers,
+    configure,
+    serve,
+)
 from tests.gpu_families import released_shape
 from tests.token_judge import TokenJudge, steep_routers, transformers_reference
 from workers.config import RankConfig
+from workers.rank.process_group import local_rendezvous
 from workers.speculation_config import SpeculationConfig
 
 MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
@@ -43,9 +55,14 @@ def predicting(event: Event, answers: dict[str, list[int]]) -> Event:
     return replace(event, request=replace(request, params=params))
 
 
-def drafting(checkpoint: Path, method: str, num_drafts: int) -> RankConfig:
+def drafting(config: RankConfig, method: str, num_drafts: int) -> RankConfig:
     speculation = SpeculationConfig(method=method, num_draft_tokens=num_drafts, adaptive=False)
-    return configure(checkpoint).model_copy(update={"speculation": speculation})
+    return config.model_copy(update={"speculation": speculation})
+
+
+def make(folder: Path, family: str, *, mtp: bool) -> Path:
+    """A checkpoint of a family, with a head for multi-token prediction or without."""
+    return steep_routers(released_shape(folder, family, num_experts_per_tok=8, mtp=mtp))
 
 
 @pytest.mark.parametrize(
@@ -57,8 +74,7 @@ def test_drafts_change_no_token(tmp_path: Path, family: str, method: str, num_dr
 
     Text is drafted where it repeats the answer of a run without drafts: a random model seldom repeats itself.
     """
-    shape = {"num_experts_per_tok": 8, "mtp": method == "mtp"}
-    checkpoint = steep_routers(released_shape(tmp_path / "model", family, **shape))
+    checkpoint = make(tmp_path / "model", family, mtp=method == "mtp")
     events = traffic(40)
     # A draft model reads its drafts on the host between its passes.
     waits = method == "mtp"
@@ -66,7 +82,7 @@ def test_drafts_change_no_token(tmp_path: Path, family: str, method: str, num_dr
         plain = alone(configure(checkpoint), events)
         assert not plain.num_of("VERIFY")
         events = [predicting(event, plain.tokens) for event in events]
-    config = drafting(checkpoint, method, num_drafts)
+    config = drafting(configure(checkpoint), method, num_drafts)
     answers = alone(config, events, no_waiting=not waits)
     assert answers.num_of("VERIFY") > 5, answers.kinds
     assert answers.num_of("MIXED") and not answers.num_of("NONE")
@@ -75,3 +91,19 @@ def test_drafts_change_no_token(tmp_path: Path, family: str, method: str, num_dr
         if event.request is not None and (tokens := answers.tokens.get(event.request.request_id)):
             judge.greedy(event.request.prompt_token_ids, tokens, event.request.request_id)
     judge.close(at_least=500)
+
+
+@pytest.mark.parametrize("all2all", ["allgather", "copy_engine"])
+def test_ranks_draft_together(pools: Pools, tmp_path: Path, all2all: str) -> None:
+    """Ranks with prompts, drafts and nothing at the same time: a rank without sequences runs the passes along."""
+    need_gpus(2)
+    checkpoint = make(tmp_path / "model", "qwen3_next", mtp=True)
+    events = test_cuda_graphs.traffic(random.Random(4), 150, 2)
+    config = drafting(configure(checkpoint, 2, all2all), "mtp", 2)
+    with local_rendezvous() as rendezvous:
+        arguments = (config, rendezvous, events)
+        answers = pools.run(serve, 2, *arguments, with_group=False, timeout_s=120)
+    for found in answers:
+        forms = Counter(found.forms)
+        assert forms["idle"] > 30 and forms["VERIFY"] > 5, forms
+    check_answers(checkpoint, events, answers)

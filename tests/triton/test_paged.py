@@ -1,5 +1,6 @@
 """K and V into their slots, and block tables into one list of pages."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,3 +42,14 @@ def test_list_pages(padded: bool):
     assert pages[: sum(counts)].tolist() == torch.stack(expected).tolist()
     assert (pages[sum(counts) :] == -5).all()
     assert padded_slots.tolist() == ([8, 2, -1, 4, 9, -1] if padded else [77] * 6)
+
+
+def test_a_rank_without_sequences_lists_no_pages():
+    """The rows of a table that NumPy picks have strides of 0 where there are none."""
+    table = torch.from_numpy(np.zeros((4, 9), dtype=np.int64)[np.arange(0), :2])
+    assert table.shape == (0, 2) and table.stride() == (0, 0)
+    starts = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    pages = torch.full((5,), -5, dtype=torch.int32, device=DEVICE)
+    padded_slots = torch.full((3,), 77, device=DEVICE)
+    list_pages(table.to(DEVICE), starts, pages, starts[:0].long(), padded_slots)
+    assert (pages == -5).all() and padded_slots.tolist() == [-1] * 3

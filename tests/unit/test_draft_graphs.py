@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.late_drafts import running_along
 from tests.unit.graph_fakes import EagerGraphs, eager_graphs, make_capturable
 from tests.unit.model_case import make_batch
 from tests.unit.test_draft_costs import MEASURED
 from tests.unit.test_draft_engine import PARAMS, checkpoints, folder, run
 from workers.rank.epoch import Epoch
 from workers.rank.rank_info import KV_CACHE
+from workers.runner.draft_passes import DraftPasses
 from workers.runner.draft_rows import IN_SEQUENCE, following_batch, next_tokens
 from workers.runner.graph_sizes import GraphKey, GraphSizes, decode_sizes, mixed_sizes
 from workers.runner.graph_times import agreed_times, thinned
@@ -139,8 +141,12 @@ def test_drafts_of_captured_passes_are_those_of_eager_passes(
     captured: str,
     params: dict[str, Any],
 ) -> None:
-    """With chunks of prompts, any number of accepted drafts, and sequences that end with their memory."""
+    """With chunks of prompts, any number of accepted drafts, and sequences that end with their memory.
+
+    Before each step the passes run along, as on a rank without sequences.
+    """
     plain, seen = eager(method, params)
+    monkeypatch.setattr(DraftPasses, "run", running_along(DraftPasses.run))
     drafted, graphs = Drafted(monkeypatch, plain), Captured(captured, monkeypatch)
     found, _ = run(drafting(checkpoints[method]), params, graphs, **SMALL)
     assert found == plain
