@@ -47,15 +47,16 @@ class Targets:
 
 TARGET_RANKS = 4
 QWEN3_6 = {(1024, 1024): (0.65, 0.75), (128, 512): (0.55, 0.65), (4096, 8): (0.5, 0.6)}
+PRECISIONS = {None: "bf16", "fp8": "FP8", "mxfp4": "experts MXFP4", "int4": "int4"}
 TARGETS = {
-    ("deepseek-v3", False): Targets(16, prefill=(20_000, 24_000), decode=(3_600, 4_000)),
-    ("deepseek-v3", True): Targets(16, prefill=(27_000, 34_000), decode=(6_000, 7_200)),
-    ("gpt-oss-120b", False): Targets(36, output=(11_000, 16_000)),
-    ("glm-4.5-air", True): Targets(
+    ("deepseek-v3", None): Targets(16, prefill=(20_000, 24_000), decode=(3_600, 4_000)),
+    ("deepseek-v3", "fp8"): Targets(16, prefill=(27_000, 34_000), decode=(6_000, 7_200)),
+    ("gpt-oss-120b", None): Targets(36, output=(11_000, 16_000)),
+    ("glm-4.5-air", "fp8"): Targets(
         46, of_floor={(1024, 1024): (0.7, 0.8), (128, 512): (0.7, 0.8), (4096, 8): (0.6, 0.7)}
     ),
-    ("qwen3.6-35b-a3b", False): Targets(40, of_floor=QWEN3_6),
-    ("qwen3.6-35b-a3b", True): Targets(40, of_floor=QWEN3_6),
+    ("qwen3.6-35b-a3b", None): Targets(40, of_floor=QWEN3_6),
+    ("qwen3.6-35b-a3b", "fp8"): Targets(40, of_floor=QWEN3_6),
 }
 
 
@@ -113,10 +114,16 @@ def page(found: dict[str, Report]) -> str:
 
 def _shape(report: Report) -> tuple[str, str, int]:
     """Return the shape, the precision of its weights, of states too if they are narrower than usual, and its layers."""
-    shape, layers, fp8 = report["shape"]
+    shape, layers, _ = report["shape"]
     states = report["resolved"]["config"]["cache"].get("state_dtype")  # the older reports have none
-    precision = "FP8" if fp8 else "bf16"
+    precision = PRECISIONS[quantization(report)]
     return shape, f"{precision}, states bf16" if states == "bfloat16" else precision, layers
+
+
+def quantization(report: Report) -> str | None:
+    """Return the quantization of the checkpoint, of released_shapes.QUANTIZATIONS; the older reports know only FP8."""
+    name: str | None = report.get("quantization", "fp8" if report["shape"][2] else None)
+    return name
 
 
 def _load_row(report: Report, one: Report) -> str:
@@ -155,8 +162,9 @@ def bar_text(report: Report, one: Report) -> str:
 
     Rates are those of four GPUs, times the floor here, through the floor there at equal requests of a GPU.
     """
-    shape, _, fp8 = report["shape"]
-    targets, prefill = TARGETS[shape, fp8], is_prefill(one)
+    targets, prefill = TARGETS.get((report["shape"][0], quantization(report))), is_prefill(one)
+    if targets is None:
+        return "-"
     if targets.of_floor:
         shares = targets.of_floor.get((one["input_len"], one["output_len"]))
         return "-" if shares is None else " / ".join(f"{x:.0%}" for x in shares) + " of the floor"
@@ -174,9 +182,9 @@ def bar_text(report: Report, one: Report) -> str:
 
 def floor_of_targets(report: Report, one: Report, layers: int) -> Floor:
     """Return the floor of this load on four GPUs with all layers of the targets; a GPU has as many requests."""
-    shape, _, fp8 = report["shape"]
+    precision = quantization(report)
     with tempfile.TemporaryDirectory(prefix="phalanx-model-") as folder:
-        model = load_model_config(model_folder(shape, layers, Path(folder), "fp8" if fp8 else None))
+        model = load_model_config(model_folder(report["shape"][0], layers, Path(folder), precision))
     scheduler = report["resolved"]["config"]["scheduler"]
     return floor_of(
         model,
@@ -185,7 +193,7 @@ def floor_of_targets(report: Report, one: Report, layers: int) -> Floor:
         input_len=one["input_len"],
         output_len=one["output_len"],
         max_num_batched_tokens=scheduler["max_num_batched_tokens"],
-        fp8_experts=fp8,
+        fp8_experts=precision == "fp8",
     )
 
 
