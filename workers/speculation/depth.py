@@ -88,6 +88,8 @@ def likeliest_depths(acceptance_S: np.ndarray, available_S: np.ndarray, most: in
 
     Arguments as in survivals.
     """
+    if int(available_S.sum()) <= most and (acceptance_S**available_S >= LEAST_SURVIVAL).all():
+        return available_S
     seq_N, _ = survivals(acceptance_S, available_S)
     return np.bincount(seq_N[: max(0, most)], minlength=len(acceptance_S))
 

@@ -32,6 +32,13 @@ from workers.step.step_sync import StepPlan
 CHOOSE_EVERY = 8
 """Steps from one choice of a draft model's passes to the next: each takes some 0.1 ms."""
 
+MOST_ALIKE = 4
+"""Steps in which a rank's votes about drafts stay the same; at first, and behind each new sequence, one, then two.
+
+A step of few sequences has no time for more. What follows from votes that stay the same is known, so ranks vote anew in
+the same steps.
+"""
+
 PATIENCE = 32
 """Steps that a draft model still reads of a sequence that does not draft: each costs a layer."""
 
@@ -65,6 +72,11 @@ class Speculator:
         self._plan: StepPlan | None = None  # followed, but its limit was not read yet
         self._last_limit: int | None = None  # None: no rank has had drafts yet
         self._candidates = {"drafts": 0}  # fields of the vote
+        self._voted_costs = self._costs.vote()  # further ones
+        self._num_votes = 0
+        self._votes_alike = 1  # votes in a row that are alike; a power of two
+        self._num_weighed = 0  # sequences that the vote is about
+        self._expected: dict[Sequence, float] = {}  # acceptance, since the last vote that was new
         self._patience: dict[Sequence, int] = {}  # steps that a draft model still reads of it
         self._left_out: set[Sequence] = set()  # a draft model has not read all of them
         self._next_probe = 0  # step
@@ -110,18 +122,28 @@ class Speculator:
         self._of_all.count(all_right, all_wrong)
         committed = dict.fromkeys(chain.from_iterable(new.seqs for new, _ in unsettled))
         alive = [seq for seq in committed if not seq.finished]
-        acceptance_S = self._acceptance_of(alive)
-        for seq, share in zip(alive, acceptance_S.tolist(), strict=True):
-            pays = self._pays(seq) and (share >= LEAST_SURVIVAL or not self._adaptive)
+        if unsettled and self._adaptive:
+            if self._num_weighed != len(alive):
+                self._num_weighed, self._votes_alike = len(alive), 1
+            if (self._num_votes + 1) % self._votes_alike == 0:
+                self._weigh(alive)
+        for seq in alive:
+            pays = self._pays(seq) and self._expected.get(seq, 1.0) >= LEAST_SURVIVAL
             if pays:
                 self._waiting.discard(seq)
                 self._patience[seq] = PATIENCE
             else:
                 self._waiting.add(seq)
             seq.speculates = pays and self._drafter.has_drafts(seq)
-        if unsettled and self._adaptive:
-            could_S = np.array([self._drafter.could_draft(seq) for seq in alive], dtype=bool)
-            self._candidates = self._candidates_of(acceptance_S[could_S])
+
+    def _weigh(self, seqs: list[Sequence]) -> None:
+        """Choose what this rank votes about drafts of these sequences, and note what to expect of each."""
+        known, of_all = self._acceptance, self._of_all
+        found = [of_all if seq in self._left_out else known.get(seq, of_all) for seq in seqs]
+        acceptance_S = expected_shares(np.array([it.share for it in found]), of_all.share)
+        self._expected.update(zip(seqs, acceptance_S.tolist(), strict=True))
+        could_S = np.array([self._drafter.could_draft(seq) for seq in seqs], dtype=bool)
+        self._candidates = self._candidates_of(acceptance_S[could_S])
 
     def _pays(self, seq: Sequence) -> bool:
         """Return whether a draft of `seq` is expected to pay; it may have none."""
@@ -133,9 +155,8 @@ class Speculator:
         A sequence may have drafts behind its first token before that token is settled, and a draft model may have left
         it out.
         """
-        known, of_all = self._acceptance, self._of_all
-        found = [of_all if seq in self._left_out else known.get(seq, of_all) for seq in seqs]
-        return expected_shares(np.array([it.share for it in found]), of_all.share)
+        of_all, expected = self._of_all.share, self._expected
+        return np.array([expected.get(seq, of_all) for seq in seqs])
 
     def _candidates_of(self, acceptance_S: np.ndarray) -> dict[str, int]:
         """Return the fields of a Vote about the drafts of sequences with this acceptance, float64 [S]."""
@@ -151,8 +172,12 @@ class Speculator:
         """Return the fields of this rank's Vote about the next step, in which so many sequences decode."""
         if not self._adaptive:
             return {}
+        self._num_votes += 1
+        if self._num_votes % self._votes_alike == 0:
+            self._votes_alike = min(2 * self._votes_alike, MOST_ALIKE)
+            self._voted_costs = self._costs.vote()
         candidates = self._candidates if num_decodes else {}
-        return {**candidates, **self._costs.vote()}
+        return {**candidates, **self._voted_costs}
 
     def follow(self, plan: StepPlan) -> None:
         """Enter the plan of a step: all ranks have the same limit at each step.
@@ -213,7 +238,7 @@ class Speculator:
             self._costs.expected(num_decodes, num_decodes * count, count)
             for count in range(1, self._most + 1)
         ]
-        acceptance_S = self._acceptance_of([seq for seq in seqs if seq in self._acceptance])
+        acceptance_S = self._acceptance_of([seq for seq in seqs if seq in self._expected])
         if not len(acceptance_S):
             acceptance_S = np.full(num_decodes, self._of_all.share)
         self._passes = choose_passes(
@@ -255,6 +280,8 @@ class Speculator:
         found = list(seqs)
         self._left_out.update(found)
         self._waiting.update(found)
+        for seq in found:
+            self._expected.pop(seq, None)
 
     def observe(self, size: StepSize, seconds: float) -> None:
         """Count a step without prompts."""
@@ -266,6 +293,7 @@ class Speculator:
         self._patience.pop(seq, None)
         self._left_out.discard(seq)
         self._waiting.discard(seq)
+        self._expected.pop(seq, None)
         self._drafter.forget(seq)
 
 

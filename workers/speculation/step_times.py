@@ -32,6 +32,10 @@ RELAXATION = 0.998
 """Factor of an excess that was not measured again: from 1.10 to 1.05 it takes 350 steps."""
 
 
+MOST_SIZES = 256
+"""Sizes of steps of which the measured seconds are kept: those of graphs come again and again."""
+
+
 class StepSize(NamedTuple):
     """What the time of a step without prompts depends on.
 
@@ -187,6 +191,8 @@ class DraftCosts:
 
     def __init__(self, measured: StepSeconds | None = None) -> None:
         self._measured = measured if measured is not None and measured.decode else None
+        self._seconds = lru_cache(maxsize=MOST_SIZES)(self._measured_seconds)
+        self._costs = lru_cache(maxsize=MOST_SIZES)(self._measured_costs)
         self._ratio = 1.0
         self._times = StepTimes()
         self._excess = 0.0
@@ -205,8 +211,12 @@ class DraftCosts:
     def _expected(self, size: StepSize) -> float | None:
         """Return the seconds of a step but for the excess; None: unknown."""
         if self._measured is not None:
-            return max(LEAST_S, self._ratio * float(self._measured.of(*size)))
+            return max(LEAST_S, self._ratio * self._seconds(size))
         return self._times.expected(size.rows) if self._times.known else None
+
+    def _measured_seconds(self, size: StepSize) -> float:
+        assert self._measured is not None
+        return float(self._measured.of(*size))
 
     def relax(self) -> None:
         """Take steps with drafts for a little cheaper, so that one bad measurement does not count for ever."""
@@ -225,13 +235,18 @@ class DraftCosts:
 
         draft_steps   tokens that a draft model drafts behind a step with drafts; 0: there is none
         """
-        more_N = np.arange(1, num_drafts + 1)
-        measured = self._measured
-        if measured is not None:
-            seqs = num_decodes if draft_steps else 0
-            alone_s = max(LEAST_S, float(measured.of(num_decodes, False)))
-            costs_N = measured.of(num_decodes + more_N, True, seqs, draft_steps) / alone_s
+        if self._measured is not None:
+            costs_N = self._costs(num_decodes, num_drafts, draft_steps)
         else:
-            alone_s = self._times.expected(num_decodes)
+            alone_s, more_N = self._times.expected(num_decodes), np.arange(1, num_drafts + 1)
             costs_N = np.array(1 + self._times.seconds_per_row / alone_s * more_N)
         return (1 + self._excess) * costs_N
+
+    def _measured_costs(self, num_decodes: int, num_drafts: int, draft_steps: int) -> np.ndarray:
+        """Return `expected` of the measured seconds, without the excess."""
+        measured, rows_N = self._measured, num_decodes + np.arange(1, num_drafts + 1)
+        assert measured is not None
+        alone_s = max(LEAST_S, float(measured.of(num_decodes, False)))
+        seqs = num_decodes if draft_steps else 0
+        found: np.ndarray = measured.of(rows_N, True, seqs, draft_steps) / alone_s
+        return found

@@ -95,20 +95,33 @@ class DraftBudget:
         """
         if not any(columns["drafts"]):
             return None
-        votes = (columns["draft_rows"], columns["drafts"], columns["draft_gains"])
-        decodes_N, drafts_N, gains_N = np.array(votes)
+        votes = (tuple(columns[name]) for name in ("draft_rows", "drafts", "draft_gains"))
+        costs = (max(columns[name]) for name in ("draft_passes", "draft_factor", "draft_row_share"))
+        return self._best(*votes, *costs)
+
+    @lru_cache(maxsize=64)  # noqa: B019 - as of `_times`; ranks change their votes about drafts now and then
+    def _best(
+        self,
+        decodes: tuple[int, ...],
+        drafts: tuple[int, ...],
+        gains: tuple[int, ...],
+        passes: int,
+        factor: int,
+        row_share: int,
+    ) -> int:
+        """Return the rows for fields of the votes of all ranks, and the largest value of the other fields."""
+        decodes_N, drafts_N, gains_N = np.array((decodes, drafts, gains))
         most, top = int(decodes_N.max()), int((decodes_N + drafts_N).max())
         if self.table is None:
-            share = max(columns["draft_row_share"])
-            rows_M, alone = _numbers(most, top), SHARE_UNIT + share * (most - 1)
-            times_M = SHARE_UNIT + share * (rows_M - 1)
+            rows_M, alone = _numbers(most, top), SHARE_UNIT + row_share * (most - 1)
+            times_M = SHARE_UNIT + row_share * (rows_M - 1)
         else:
-            rows_M, times_M, alone = self._times(most, top, max(columns["draft_passes"]))
+            rows_M, times_M, alone = self._times(most, top, passes)
         if not len(rows_M):
             return 0
         # Steps of more rows take no less time, and steps with drafts none less than steps without.
-        times_M = np.maximum(times_M * max(columns["draft_factor"]) // FACTOR_UNIT, alone)
-        tokens = GAIN_UNIT * sum(columns["draft_rows"])
+        times_M = np.maximum(times_M * factor // FACTOR_UNIT, alone)
+        tokens = GAIN_UNIT * sum(decodes)
         tokens_M = tokens + _gains(rows_M[:, None] - decodes_N, drafts_N, gains_N)
         rates_M = tokens_M / times_M
         best = int(rates_M.argmax())
