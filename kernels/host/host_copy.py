@@ -36,22 +36,24 @@ class HostCopies:
 
     def __init__(self, stream: torch.cuda.Stream | None):
         self._stream = stream
-        # Kept until the copies end, so that their memory is not used again before.
-        self._sources: list[torch.Tensor] = []
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        # With their sources, which are kept until the copies end, so that their memory is not used again before.
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the host; it is filled when `wait` returns."""
         if self._stream is None:
             return tensor
-        self._sources.append(tensor)
-        with torch.cuda.stream(self._stream):
-            return tensor.to("cpu", non_blocking=True)
+        found = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._copies.append((found, tensor))
+        return found
 
     def finish(self) -> "HostCopies":
-        """Record the end of the copies; call it after the last tensor."""
+        """Start all copies, behind what the current stream has by now; call it after the last tensor."""
         if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                for found, tensor in self._copies:
+                    found.copy_(tensor, non_blocking=True)
             self._done = self._stream.record_event()
         return self
 
@@ -60,7 +62,7 @@ class HostCopies:
         if self._stream is not None:
             with waiting():
                 self._done.synchronize()
-            self._sources.clear()
+            self._copies.clear()
 
 
 class StepClock:
@@ -89,9 +91,17 @@ class StepClock:
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return the array on the device; on CPU its own memory. Does not wait for the device."""
-    host = torch.from_numpy(array)
     if device.type == "cpu":
-        return host
-    if host.nbytes > MAX_PAGEABLE_BYTES:
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
+        return torch.from_numpy(array)
+    return _host(array).to(device, non_blocking=True)
+
+
+def fill(target: torch.Tensor, array: np.ndarray) -> None:
+    """Copy the array into a tensor of its shape on a device, or on the CPU. Does not wait for the device."""
+    target.copy_(torch.from_numpy(array) if target.is_cpu else _host(array), non_blocking=True)
+
+
+def _host(array: np.ndarray) -> torch.Tensor:
+    """Return the array in memory of which a copy does not wait for the device."""
+    host = torch.from_numpy(array)
+    return host.pin_memory() if host.nbytes > MAX_PAGEABLE_BYTES else host

@@ -211,6 +211,19 @@ def _penalise(at: Inputs) -> None:
     penalise(logits, at.rows(1, dtype=torch.int64), seen, at.rows(1, dtype=torch.int64), values)
 
 
+def _drafts_behind(at: Inputs) -> None:
+    from kernels.triton.drafts_behind import enter_draws, step_back
+
+    numbers, tokens = at.rows(dtype=torch.int64), at.slice()
+    seqs_3B = torch.zeros(3, at.size, dtype=torch.int64, device=at.device)
+    places = numbers, numbers.clone(), numbers.clone()
+    enter_draws(seqs_3B, tokens, tokens, *places, 4)
+    table = torch.zeros(at.size, 3 + at.offset, dtype=torch.int64, device=at.device)
+    ropes = torch.zeros(at.size, 3, dtype=torch.int64, device=at.device)
+    for rope_positions in (None, ropes):
+        step_back(seqs_3B, numbers, places[1], rope_positions, table, places[2], 16)
+
+
 def _grouped_gemm(
     at: Inputs,
     *,
@@ -332,6 +345,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "lora_of_experts": _lora_of_experts,
     "push": _push,
     "penalise": _penalise,
+    "drafts_behind": _drafts_behind,
     "decodes": partial(decodes, cut=False),
     "decodes_without_sinks": partial(decodes, cut=False, sinks=False),
     "decodes_in_chunks": partial(decodes, cut=True),

@@ -21,6 +21,7 @@ class AcceptedDrafts:
     last_tokens   int64 [R + R * K]: the last token drawn in each row, of those that count, then up to K drafts behind
                   each; None: the host reads the tokens of a step before the next step
     rejected_R    int64 [R]: how many drafts of the row's last step do not count
+    fused         one kernel in place of many operators; on a GPU
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class AcceptedDrafts:
         asynchronous: bool = True,
     ):
         """num_drafts: K."""
+        self.fused = device.type == "cuda"
         self.last_tokens: torch.Tensor | None = None
         if asynchronous:
             size = num_rows * (1 + num_drafts)
@@ -59,14 +61,43 @@ class AcceptedDrafts:
             if self._linear_attention is not None:
                 self._linear_attention.accept(_slots(batch))
             return
-        if counts_B is None:
-            accepted_B = count_accepted(scheduled, token_L, self.last_tokens)
+        if self.fused:
+            accepted_B = self._launch(scheduled, batch, token_L, counts_B)
         else:
-            accepted_B = to_device(np.maximum(counts_B - 1, 0), token_L.device)
+            if counts_B is None:
+                accepted_B = count_accepted(scheduled, token_L, self.last_tokens)
+            else:
+                accepted_B = torch.from_numpy(np.maximum(counts_B - 1, 0))
+            if self.last_tokens is not None:
+                self._keep_last(self.last_tokens, scheduled, batch, token_L, accepted_B)
         if self._linear_attention is not None:
             self._linear_attention.accept(_slots(batch), accepted_B)
-        if self.last_tokens is not None:
-            self._keep_last(self.last_tokens, scheduled, batch, token_L, accepted_B)
+
+    def _launch(
+        self,
+        scheduled: ScheduledBatch,
+        batch: ForwardBatch,
+        token_L: torch.Tensor,
+        counts_B: np.ndarray | None,
+    ) -> torch.Tensor:
+        """As `count_accepted` and `_keep_last`, in one kernel."""
+        from kernels.triton.drafts_behind import NOT_GIVEN, enter_draws
+
+        num_logits, num_seqs = scheduled.num_logits, len(scheduled.seqs)
+        given_B = np.full(num_seqs, NOT_GIVEN) if counts_B is None else counts_B
+        seqs_3B = np.stack((num_logits.cumsum() - num_logits, num_logits, given_B))
+        drafts = scheduled.compared_drafts if counts_B is None else num_logits[:0]
+        packed = to_device(np.concatenate((seqs_3B.reshape(-1), drafts)), token_L.device)
+        verify = slice(scheduled.num_single_rows, scheduled.num_single_rows + scheduled.num_verify)
+        return enter_draws(
+            packed[: 3 * num_seqs].view(3, num_seqs),
+            packed[3 * num_seqs :],
+            token_L,
+            batch.sampling_rows,
+            self.last_tokens,
+            self.rejected_R,
+            int(num_logits[verify].max(initial=1)),
+        )
 
     def _keep_last(
         self,

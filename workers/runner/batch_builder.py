@@ -222,6 +222,19 @@ class ForwardBatchBuilder:
         """
         assert self._accepted is not None and "window_slot_mapping" not in fields
         rejected_R, size = self._accepted.rejected_R, self._cache.block_size
+        if self._accepted.fused:
+            from kernels.triton.drafts_behind import step_back
+
+            seqs_3B = np.stack((rows_B, batch.query_start_loc[:-1], batch.num_new_tokens))
+            return step_back(
+                to_device(seqs_3B, rejected_R.device),
+                rejected_R,
+                fields["positions"],
+                fields.get("rope_positions"),
+                fields["block_table"],
+                fields["slot_mapping"],
+                size,
+            )
         seqs = np.arange(len(rows_B)).repeat(batch.num_new_tokens)
         packed = to_device(np.concatenate((rows_B, rows_B[seqs], seqs)), rejected_R.device)
         row_N = packed[: len(rows_B) + len(seqs)]
@@ -234,6 +247,15 @@ class ForwardBatchBuilder:
         blocks_T = fields["block_table"][seq_T, positions_T // size]
         torch.add(blocks_T * size, positions_T % size, out=fields["slot_mapping"][:count])
         return back_B
+
+    def warm_up(self) -> None:
+        """Compile what a step behind drafts of the device launches: no step of the start has such drafts."""
+        if self._accepted is not None and self._accepted.fused:
+            from kernels.triton.drafts_behind import step_back
+
+            rejected_R = self._accepted.rejected_R
+            none = rejected_R.new_full((3, 1), -1)
+            step_back(none, rejected_R, none[0], None, none, none[0], self._cache.block_size)
 
     def settled(self, scheduled: ScheduledBatch, batch: ForwardBatch) -> ForwardBatch:
         """Return a launched batch with the lengths that the host has learnt since it was built, if any."""

@@ -15,7 +15,7 @@ import torch
 
 from kernels.attention.base import Attention, GraphAttention, GraphForm
 from kernels.attention.batch import AttentionBatch
-from kernels.host.host_copy import to_device
+from kernels.host.host_copy import fill
 from workers.kv_cache.manager import KVCacheManager
 from workers.runner.draft_rows import IN_SEQUENCE, DraftRows, following_batch, next_tokens
 from workers.runner.graph_sizes import GraphKey, GraphSizes
@@ -90,6 +90,7 @@ class DraftGraphs:
         self._drawn_L = torch.zeros(max_tokens, **new)
         self._seqs = torch.zeros(1 + max_seqs * columns, **new)  # S, then a row of each sequence
         self._table_RB = torch.zeros(max_seqs, cache.max_blocks, **new)
+        self._no_slots_R = torch.full((max_seqs,), -1, **new)
         self._drafts_RK = torch.zeros(max_seqs, max(1, self._width), **new)
         self._states_TD = torch.zeros(
             max_tokens, model.config.hidden_size, dtype=model.dtype, device=model.device
@@ -132,7 +133,7 @@ class DraftGraphs:
             prompts = key.mode.takes_several_rows
             form = self._attention.form(batch, key.rows, prompts=prompts)
         self._attention.plan_graph(batch, key.rows, form)
-        self._follow_T[: key.rows].copy_(self._there(follow_T))
+        fill(self._follow_T[: key.rows], follow_T)
         self._replay(key, form)
         return self._states_TD[: key.rows]
 
@@ -188,7 +189,7 @@ class DraftGraphs:
             axis=1,
         )
         table[:, _COLUMNS:] = drafts_SK
-        self._seqs[: len(packed)].copy_(self._there(packed))
+        fill(self._seqs[: len(packed)], packed)
 
     def _plan_further(self, key: GraphKey, rows: DraftRows) -> GraphForm:
         """Plan attention for the most draws that can count; return the form to replay."""
@@ -196,23 +197,28 @@ class DraftGraphs:
             return self.forms(key)[0]
         most = rows.positions + rows.num_logits - 1 + key.drafts
         batch = self._decodes(rows.table, np.minimum(most, rows.ends).clip(min=1))
-        self._table_RB[: len(rows.seqs), : batch.block_table.shape[1]].copy_(batch.block_table)
         form = self._attention.form(batch, key.rows, prompts=False)
         self._attention.plan_graph(batch, key.rows, form)
         return form
 
     def _decodes(self, table: np.ndarray, lens: np.ndarray) -> AttentionBatch:
-        """Return decodes of the last of `lens` tokens in these rows of the InputBatch; K and V are not written."""
+        """Return decodes of the last of `lens` tokens in these rows of the InputBatch; K and V are not written.
+
+        Their blocks come to where graphs read them.
+        """
         count = len(table)
         fields = self._cache.fields(table, table, lens - 1, int(lens.max(initial=1)))
+        blocks = fields["block_table"]
+        block_table = self._table_RB[:count, : blocks.shape[1]]
+        fill(block_table, blocks)
         return AttentionBatch(
             num_tokens=count,
             num_seqs=count,
             num_single_rows=count,
             query_start_loc_cpu=np.arange(count + 1, dtype=np.int32),
             seq_lens_cpu=lens.astype(np.int32),
-            block_table=self._there(fields["block_table"]),
-            slot_mapping=torch.full((count,), -1, dtype=torch.int64, device=self._model.device),
+            block_table=block_table,
+            slot_mapping=self._no_slots_R[:count],
         )
 
     def _further(self, key: GraphKey) -> None:
@@ -307,6 +313,3 @@ class DraftGraphs:
             self._further(key)
         else:
             self._first(batch, key)
-
-    def _there(self, values: np.ndarray) -> torch.Tensor:
-        return to_device(np.ascontiguousarray(values), self._model.device)
