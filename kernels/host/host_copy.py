@@ -66,25 +66,25 @@ class HostCopies:
 
 
 class StepClock:
-    """Moments of one step, by the host's clock, or by the device's clock on a GPU."""
+    """Moments of one step by the host's clock; on a GPU by that of the device, on the stream that is current now."""
 
     def __init__(self, device: torch.device):
-        self._device, self._cuda = device, device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._events: list[torch.cuda.Event] = []
         self._times: list[float] = []
 
     def mark(self) -> None:
         """Record this moment; on a GPU, the moment at which the device reaches it."""
-        if self._cuda:
+        if self._stream is not None:
             event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
+            event.record(self._stream)
             self._events.append(event)
         else:
             self._times.append(time.perf_counter())
 
     def seconds(self) -> Sequence[float]:
         """Return the time between each two moments; the device must have reached all of them."""
-        if self._cuda:
+        if self._stream is not None:
             return [start.elapsed_time(end) / 1e3 for start, end in pairwise(self._events)]
         return [end - start for start, end in pairwise(self._times)]
 
