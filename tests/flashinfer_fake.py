@@ -204,7 +204,7 @@ def use_flashinfer(patches: pytest.MonkeyPatch) -> None:
     """Let the backend take small models of float32 on a CPU, as on Hopper, with graphs for new prompts of few rows."""
     patches.setitem(sys.modules, "flashinfer", FLASHINFER)
     patches.setattr(flashinfer, "DTYPES", (torch.float32,))
-    patches.setattr(flashinfer, "HEAD_DIMS", (16, 32))
+    patches.setattr(flashinfer, "HEAD_DIMS", (16, 32, 64))
     patches.setattr(flashinfer, "NEW_PROMPT_ROWS", 8)
     patches.setattr(flashinfer, "on_hopper", lambda device: True)
     bind = FlashInferAttention.bind

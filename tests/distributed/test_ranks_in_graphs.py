@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from kernels.attention import base
+from kernels.attention.shared_prefixes import SharingCost
+from tests import graph_ranks
 from tests.distributed.engine_harness import (
     Event,
     RankResult,
@@ -22,11 +25,14 @@ from tests.distributed.test_adapters import EXPERTS, made, tokens_of, with_adapt
 from tests.distributed.test_adapters import events as adapter_events
 from tests.distributed.test_adapters import merged as merged_models
 from tests.distributed.test_draft_models import arrivals, drafting, merged
+from tests.distributed.test_expert_moves import events as moving_events
+from tests.distributed.test_expert_moves import moving_rank
 from tests.family_cases import family_checkpoint
 from tests.graph_ranks import FAILURES, graph_sizes, run_failing_rank, run_rank_in_graphs
 from tests.image_case import arrivals as image_arrivals
 from tests.image_case import image_checkpoint
 from tests.image_case import prompts as image_prompts
+from tests.shared_case import ANY
 from tests.triton.device import COMPILED
 from workers.models.registry import load_model_config
 from workers.rank.process_group import local_rendezvous
@@ -41,6 +47,9 @@ CASES = [
     ("qwen3_5_moe", "first", "shm", True, True),
     ("eagle3", "all", "shm", True, False),
 ]
+INTERPRETED = pytest.mark.skipif(
+    COMPILED or find_spec("triton") is None, reason="needs Triton's interpreter, as without a GPU"
+)
 
 
 def two_ranks(
@@ -88,9 +97,7 @@ def test_drafts_beside_an_idle_rank(
     assert_idle(results, graphs, ubatch=ubatch)
 
 
-@pytest.mark.skipif(
-    COMPILED or find_spec("triton") is None, reason="needs Triton's interpreter, as without a GPU"
-)
+@INTERPRETED
 @pytest.mark.parametrize("attention", ["flashinfer", "triton"])
 @pytest.mark.parametrize(
     ("family", "graphs", "ubatch"), [("qwen3_next", "all", False), ("glm4_moe", "none", True)]
@@ -129,6 +136,70 @@ def test_kernels_of_gpus_beside_an_idle_rank(
         timeout_s=250,
     )
     assert merged(results).tokens == plain.tokens and len(plain.tokens) == len(events)
+    assert_idle(results, graphs, ubatch=ubatch)
+
+
+def run_sharing(*arguments: Any) -> RankResult:
+    """Run a rank as `run_rank_in_graphs`; to read shared blocks once always pays, and has graphs of any size."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(SharingCost, "on_gpu", lambda *_: ANY)
+        patches.setattr(base, "LEAST_SHARED_DECODES", 1)
+        return run_rank_in_graphs(*arguments)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("ubatch", [False, True])
+@pytest.mark.parametrize("attention", ["flashinfer", "triton"])
+def test_shared_prefixes_of_one_rank(
+    rank_pool: Any, tmp_path: Path, attention: str, ubatch: bool
+) -> None:
+    checkpoint = family_checkpoint(tmp_path, "qwen3_moe", "untied")
+    events = []
+    for number, (step, own, count) in enumerate(((0, 1, 9), (2, 3, 7), (2, 9, 6), (4, 1, 5))):
+        prompt = [*range(40, 72), *range(number, number + own)]
+        events.append(Event(step, 0, make_request(str(number), prompt, max_tokens=count)))
+    config = two_ranks(checkpoint, 24, asynchronous=True, ubatch=ubatch)
+    plain = merged(run_engines(rank_pool, config(kernels={"cascade": "off"}), events))
+    results = run_engines(
+        rank_pool,
+        config(kernels={"all2all": "shm", "attention": attention}),
+        events,
+        function=partial(run_sharing, graph_sizes("all", 6, 24, 0, adapters=False), {}, 0, True),
+        timeout_s=250,
+    )
+    assert merged(results).tokens == plain.tokens and len(plain.tokens) == len(events)
+    assert results[0].shared_prefix_rows > 10 and not results[1].shared_prefix_rows
+    assert results[1].gauges["graphs_idle"] > 3
+
+
+def run_moving(*arguments: Any) -> RankResult:
+    """Run a rank as `run_rank_in_graphs`, with experts that move."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(graph_ranks, "run_rank", moving_rank)
+        return run_rank_in_graphs(*arguments)
+
+
+@pytest.mark.parametrize(("graphs", "ubatch"), [("few", False), ("all", True)])
+def test_experts_move(rank_pool: Any, tmp_path: Path, graphs: str, ubatch: bool) -> None:
+    checkpoint, speculation = drafting(tmp_path, "glm4_moe")
+    config = two_ranks(checkpoint, 32, asynchronous=True, ubatch=ubatch)
+    plain = merged(run_engines(rank_pool, config(), moving_events()))
+    results = run_engines(
+        rank_pool,
+        config(
+            kernels={"all2all": "shm"},
+            experts={"redundant_slots": 1, "rebalance": "auto"},
+            speculation=speculation | {"num_draft_tokens": 2, "adaptive": False},
+        ),
+        moving_events(),
+        function=partial(
+            run_moving, graph_sizes(graphs, 16, 32, 2, adapters=False), plain.tokens, 2, False
+        ),
+    )
+    found = merged(results)
+    for tokens in (found.tokens, plain.tokens):
+        tokens.pop("aborted", None)
+    assert found.tokens == plain.tokens
     assert_idle(results, graphs, ubatch=ubatch)
 
 
