@@ -29,7 +29,7 @@ ALL2ALL_PARTS = (StepPart.DISPATCH, StepPart.COMBINE)
 RULES: tuple[tuple[StepPart, str], ...] = (
     (
         StepPart.COPIES,
-        r"^Mem(cpy|set)|direct_copy_kernel|FillFunctor|CatArrayBatchedCopy|_copy_pieces",
+        r"^Mem(cpy|set)|direct_copy_kernel|FillFunctor|CatArrayBatchedCopy|_copy_pieces|_step_back",
     ),
     (
         StepPart.QK_NORM,
