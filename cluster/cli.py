@@ -250,7 +250,7 @@ def experts(
     from cluster.commands.experts import show
     from cluster.commands.server_url import UnreachableError
 
-    with _user_errors(UnreachableError, code=1), _user_errors(ValueError, OSError, ImportError):
+    with _user_errors(UnreachableError, code=1), _user_errors(ValueError, OSError):
         show(url, api_key_env, png=png, save_map=save_map, balanced=balanced)
 
 

@@ -134,9 +134,8 @@ def _config_of(family: str, fields: dict[str, Any]) -> "PretrainedConfig":
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if family not in FAMILIES or family not in CONFIG_MAPPING:
-        raise ValueError(
-            f"family: {family!r} is none of {', '.join(FAMILIES)} that transformers has"
-        )
+        known = ", ".join(name for name in FAMILIES if name in CONFIG_MAPPING)
+        raise ValueError(f"family: {family!r} is none of {known}, which transformers has")
     defaults = AutoConfig.for_model(family)
     if hasattr(defaults, "text_config"):
         part = f"{family}_text"

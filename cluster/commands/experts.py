@@ -3,6 +3,7 @@
 import json
 import os
 from http.client import HTTPException
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -78,7 +79,7 @@ def _of_layer(layout: ExpertLayout, layer: int) -> tuple[float, float]:
 
 
 def draw(layout: ExpertLayout, path: Path) -> None:
-    """Write the heat map of layers by experts as PNG. Raises ImportError without matplotlib."""
+    """Write the heat map of layers by experts as PNG, with matplotlib."""
     from matplotlib.figure import Figure
 
     layers = list(layout.layers)
@@ -107,6 +108,8 @@ def show(
     for option, file in (("--png", png), ("--save-map", save_map)):
         if file is not None and not file.absolute().parent.is_dir():
             raise ValueError(f"{option}: folder {file.absolute().parent} does not exist")
+    if png is not None and find_spec("matplotlib") is None:
+        raise ValueError("--png needs matplotlib, which is not installed: pip install matplotlib")
     if balanced and save_map is None:
         raise ValueError("--balanced chooses the map that --save-map FILE writes; give both")
     layouts = fetch(url, api_key_env)

@@ -13,7 +13,7 @@ from cluster.config.files import ConfigSource, read_config
 from cluster.config.resolve import available_cores
 from cluster.experiments import sweep
 from cluster.experiments.cells import Cell, CellMaker, digest, place_of
-from cluster.experiments.metrics import known_metrics
+from cluster.experiments.metrics import OF_DECODES, known_metrics
 from cluster.experiments.sections import Sections, sections_of
 from workers.models.registry import configured_model
 
@@ -108,7 +108,7 @@ def _places(source: ConfigSource, problems: Sequence[Problem]) -> dict[str, str]
 
 
 def _report_problems(sections: Sections, cells: Sequence[Cell]) -> list[Problem]:
-    """A baseline or an axis of the report that the sweep does not have."""
+    """A baseline, an axis or a metric of the report that no cell has."""
     keys = sweep.swept_keys([cell.settings for cell in cells])
     found = []
     for key, value in sections.report.baseline.items():
@@ -126,6 +126,9 @@ def _report_problems(sections: Sections, cells: Sequence[Cell]) -> list[Problem]
             close = difflib.get_close_matches(metric, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"expected {', '.join(known)}"
             found.append(Problem("report.metrics", f"no run has {metric}; {hint}"))
+        elif metric in OF_DECODES and all(cell.workload.phase != "decode" for cell in cells):
+            text = f"no run has {metric}; it needs workload.phase: decode"
+            found.append(Problem("report.metrics", text))
     return found
 
 

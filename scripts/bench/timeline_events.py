@@ -29,7 +29,7 @@ ALL2ALL_PARTS = (StepPart.DISPATCH, StepPart.COMBINE)
 RULES: tuple[tuple[StepPart, str], ...] = (
     (
         StepPart.COPIES,
-        r"^Mem(cpy|set)|direct_copy_kernel|FillFunctor|CatArrayBatchedCopy|_copy_pieces",
+        r"^Mem(cpy|set)|direct_copy_kernel|FillFunctor|CatArrayBatchedCopy|_copy_pieces|_step_back",
     ),
     (
         StepPart.QK_NORM,
@@ -62,7 +62,7 @@ RULES: tuple[tuple[StepPart, str], ...] = (
         r"grouped_gemm(_fp8)?_kernel|GroupProblemShape|deep_gemm::|sm90_(bf16|fp8)_gemm",
     ),
     (StepPart.ACTIVATION, r"gated_(activation|sum)|silu|[Gg]elu"),
-    (StepPart.SAMPLING, r"_penalise|_enter_draws|ArgMax|Sampling"),
+    (StepPart.SAMPLING, r"_penalise|_enter_draws|_mark_invalid|ArgMax|Sampling"),
     (StepPart.DENSE, r"nvjet|cublas|gemm|gemv|splitKreduce|cutlass"),
 )
 

@@ -45,6 +45,7 @@ from workers.rank import actor, expert_staging
 from workers.sampling import grammar_compiler
 from workers.scheduler import prefill_cap
 from workers.stats import pace, stats_line
+from workers.step import step_sync
 from workers.weights import reader
 from workers.weights.tensors import DTYPE_BYTES
 from workers.wire import secure_socket
@@ -166,6 +167,11 @@ def bench() -> Iterator[str]:
 def cluster() -> Iterator[str]:
     """docs/cluster.md."""
     yield f"a clock that is more than {check_cluster.MAX_SKEW_S:.0f} s off"
+
+
+def experiments() -> Iterator[str]:
+    """docs/experiments.md."""
+    yield f"the mean of samples, one in {step_sync.LOAD_STEPS} steps"
 
 
 def experts() -> Iterator[str]:

@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from tests.unit.schedulers import append_token
+from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS
 from workers.sampling.sampler import Sampler
 from workers.sampling.token_bitmask import TokenBitmask
+from workers.sampling.token_sampling import ALL_GREEDY, sample_tokens
 from workers.step.sequence import InputBatch, Sequence
 from workers.wire.request import EngineRequest, SamplingParams
 
@@ -68,3 +70,13 @@ def test_equal_to_the_cpu() -> None:
                 assert entry[1:3] == expected[1:3]
                 assert entry[0] == pytest.approx(expected[0], abs=1e-4)
                 assert entry[3] == pytest.approx(expected[3], abs=1e-4)
+
+
+@torch.inference_mode()
+def test_rows_without_a_token_have_the_number_that_the_cpu_gives() -> None:
+    logits = torch.randn(6, V, generator=torch.Generator().manual_seed(1))
+    logits[1, 5], logits[2, 7], logits[4, 1] = float("nan"), float("inf"), -float("inf")
+    logits[3] = -float("inf")
+    expected = sample_tokens(logits.clone(), ALL_GREEDY)
+    assert expected[1:4].tolist() == [INVALID_LOGITS, INVALID_LOGITS, ALL_FORBIDDEN]
+    assert sample_tokens(logits.cuda(), ALL_GREEDY).tolist() == expected.tolist()

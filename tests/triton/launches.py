@@ -211,6 +211,12 @@ def _penalise(at: Inputs) -> None:
     penalise(logits, at.rows(1, dtype=torch.int64), seen, at.rows(1, dtype=torch.int64), values)
 
 
+def _mark_invalid(at: Inputs) -> None:
+    from kernels.triton.mark_invalid import mark_invalid
+
+    mark_invalid(at.rows(dtype=torch.float32), at.rows(dtype=torch.int64), invalid=-1, forbidden=-2)
+
+
 def _drafts_behind(at: Inputs) -> None:
     from kernels.triton.drafts_behind import enter_draws, step_back
 
@@ -346,6 +352,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "push": _push,
     "penalise": _penalise,
     "drafts_behind": _drafts_behind,
+    "mark_invalid": _mark_invalid,
     "decodes": partial(decodes, cut=False),
     "decodes_without_sinks": partial(decodes, cut=False, sinks=False),
     "decodes_in_chunks": partial(decodes, cut=True),

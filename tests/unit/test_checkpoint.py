@@ -65,6 +65,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     for wrong, said in (
         (("--set", "num_experts=2"), "num_experts_per_tok"),
         (("--family", "llama"), "qwen3_moe"),
+        (("--family", "kimi_k2"), "glm4_moe_lite, glm4v_moe, granitemoe"),
     ):
         with pytest.raises(SystemExit):
             run(tmp_path / "other", *wrong)

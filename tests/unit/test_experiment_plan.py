@@ -141,6 +141,10 @@ def test_errors_name_key_line_and_cell(folder: Path) -> None:
             {"report": {"metrics": ["ttft_ms.p5"]}},
             "no run has ttft_ms.p5; did you mean ttft_ms.p50?",
         ),
+        (
+            {"report": {"metrics": ["decode_tokens_per_s"]}},
+            "no run has decode_tokens_per_s; it needs workload.phase: decode",
+        ),
         ({"kind": "http", "workload": {"endpoint": "chat"}}, "which only completions takes"),
     ],
 )

@@ -1,6 +1,7 @@
 """`phalanx experts` and the route that it reads."""
 
 import json
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -89,3 +90,13 @@ def test_files_that_cannot_be_written_are_refused_before_the_report(served, tmp_
         assert found == (2, f"error: {option}: folder {tmp_path / 'absent'} does not exist\n")
     code, text = run(url, "--balanced")
     assert code == 2 and "--save-map FILE" in text
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_report(
+    served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    _, url = served
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, text = run(url, "--png", str(tmp_path / "x.png"), "--save-map", str(tmp_path / "map"))
+    assert code == 2 and text.startswith("error: --png needs matplotlib") and "pip install" in text
+    assert not list(tmp_path.iterdir())

@@ -21,7 +21,7 @@ CLAIMS: dict[str, tuple[Claims, ...]] = {
     "docs/bench.md": (pages.bench, constants.bench),
     "docs/cluster.md": (constants.cluster,),
     "docs/configuration.md": (pages.configuration,),
-    "docs/experiments.md": (experiments.claims,),
+    "docs/experiments.md": (experiments.claims, constants.experiments),
     "docs/experts.md": (pages.experts, constants.experts),
     "docs/kv-cache.md": (pages.kv_cache, constants.kv_cache),
     "docs/images.md": (constants.images,),

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -22,8 +23,8 @@ def dashboard() -> dict:
     return json.loads(PATH.read_text())
 
 
-@pytest.fixture(scope="module")
-def exported() -> dict[str, set[str]]:
+@cache
+def samples() -> dict[str, set[str]]:
     """Name of every sample that a server renders -> its labels."""
     stats = [{**RANK_STATS, "rank": rank} for rank in range(2)]
     group = {**rebuilding().to_json(), "rank_slowdowns": [1.0, 4.0], "slow_ranks": [1]}
@@ -33,6 +34,11 @@ def exported() -> dict[str, set[str]]:
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, set[str]]:
+    return samples()
 
 
 def panels(dashboard: dict) -> list[dict]:

@@ -119,6 +119,8 @@ def test_reasoning(size):
         num_thought = len("<think>\nLet me see.\n</think>")
         counted = response["usage"]["output_tokens_details"]["reasoning_tokens"]
         assert num_thought <= counted < num_thought + size
+    events = streamed(api_that_says(ANSWER, size), include_reasoning=False)
+    assert kinds(events) == ["created", "in_progress", *MESSAGE, "completed"]
 
 
 @pytest.mark.usefixtures("thinking")

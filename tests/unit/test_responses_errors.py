@@ -111,6 +111,12 @@ def text_format(**fields):
             "tool_choice.mode",
         ),
         ({"truncation": "some"}, "truncation"),
+        ({"enable_thinking": "no"}, "enable_thinking"),
+        ({"include_reasoning": "no"}, "include_reasoning"),
+        (
+            {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
+            "enable_thinking",
+        ),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"messages": [USER]}, "messages"),

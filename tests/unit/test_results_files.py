@@ -10,6 +10,10 @@ from tests import claims
 from tests.claims import ROOT, load
 
 RESULTS = sorted(claims.RESULTS.glob("*.json"))
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(page for folder in ("docs", "scripts", "configs") for page in (ROOT / folder).rglob("*.md")),
+]
 # Written before the measurements recorded the state of the tree; no name is to be added.
 WITHOUT_TREE_STATE = {
     *("gpu-all2all", "gpu-attention", "gpu-experts", "gpu-loading", "gpu-overlap"),
@@ -35,10 +39,14 @@ def test_a_result_names_its_origin(path: Path):
     assert found["clean_tree"] is True, "measure on a clean tree"
 
 
-def test_pages_link_to_results_that_exist():
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
-        for name in re.findall(r"\]\(([^)#:]+\.(?:json|md|png))\)", page.read_text()):
-            assert (page.parent / name).exists(), f"{page.name} links to {name}"
+def test_pages_link_to_files_that_exist():
+    found = [
+        f"{page.relative_to(ROOT)} links to {name}"
+        for page in PAGES
+        for name in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / name).exists()
+    ]
+    assert not found, "\n".join(found)
 
 
 def anchors(page: Path) -> set[str]:
@@ -51,7 +59,7 @@ def anchors(page: Path) -> set[str]:
 def test_links_to_headings_find_their_heading():
     found = [
         f"{page.name} links to {name}#{anchor}"
-        for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+        for page in PAGES
         for name, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())
         if anchor not in anchors(page.parent / name if name else page)
     ]

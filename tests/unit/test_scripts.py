@@ -1,6 +1,7 @@
 """The commands of scripts/ with a python that only takes notes, without network; the modules' --help."""
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -215,6 +216,15 @@ def test_measurements_find_the_repository_from_anywhere(
 def test_modules_of_the_commands_are_there() -> None:
     named = {f"scripts.bench.{name}" for name in ("local", "ingress", "gpu_serving")}
     assert named < set(MODULES)
+
+
+def test_the_readme_names_every_measurement() -> None:
+    page = (ROOT / "scripts" / "README.md").read_text()
+    named = {f"scripts.bench.{name}" for name in re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)}
+    of_commands = {f"scripts.bench.{name}" for name in ("local", "ingress", "gpu_serving", "chaos")}
+    elsewhere = {"scripts.bench.gpu_families", "scripts.bench.hosts_rank"}
+    wanted = {module for module in MODULES if module.startswith("scripts.bench.")}
+    assert named == wanted - of_commands - elsewhere
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -139,6 +139,11 @@ def sample_tokens(logits_BV: torch.Tensor, params: SamplingBatch) -> torch.Tenso
     best_B, token_B = logits_BV.max(dim=-1)  # NaN wins a maximum
     if params.values is not None:
         token_B = _draw(logits_BV, best_B, token_B, params)
+    if token_B.is_cuda:  # five operators of torch take longer to launch than the maximum takes
+        from kernels.triton.mark_invalid import mark_invalid
+
+        mark_invalid(best_B, token_B, invalid=INVALID_LOGITS, forbidden=ALL_FORBIDDEN)
+        return token_B
     token_B.masked_fill_((best_B - best_B) != 0, INVALID_LOGITS)  # NaN for NaN and infinities
     return token_B.masked_fill_(best_B == FORBIDDEN, ALL_FORBIDDEN)
 

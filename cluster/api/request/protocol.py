@@ -234,7 +234,7 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = Field(None, description="false = at most one call.")
     include_reasoning: bool | None = Field(None, description="false = thoughts are left out.")
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template; they win over the two fields below."
+        None, description="Variables for the chat template; they win over reasoning_effort."
     )
     enable_thinking: bool | None = Field(None, description="false = no thought before the answer.")
     reasoning_effort: _Effort | None = Field(

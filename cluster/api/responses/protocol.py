@@ -145,9 +145,11 @@ class ResponsesRequest(GenerationRequest):
         None, description="Echoed: up to 16 pairs, keys of 64 and values of 512 characters."
     )
     stream_options: ResponseStreamOptions | None = None
+    include_reasoning: bool | None = Field(None, description="false = thoughts are left out.")
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template, e.g. enable_thinking."
+        None, description="Variables for the chat template; they win over reasoning.effort."
     )
+    enable_thinking: bool | None = Field(None, description="false = no thought before the answer.")
     mm_processor_kwargs: dict[str, Any] | None = Field(
         None, description="Limits of images in pixels: {min_pixels, max_pixels}."
     )
