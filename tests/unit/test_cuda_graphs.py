@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernels.attention.base import GraphForm
@@ -290,15 +290,17 @@ def small(most: int) -> st.SearchStrategy:
     st.lists(st.tuples(st.sampled_from(ForwardMode), st.integers(1, 300)), min_size=1, max_size=5),
     st.integers(2, 6),
     st.booleans(),
+    st.booleans(),
 )
-def test_every_step_finds_its_graph(limits, overlap, group, rows_per_seq, prompts):
-    """Whatever the ranks have, the plan names a graph that was captured, or none."""
+@example((40, 300, True), (10, 200, 2), [(ForwardMode.DECODE, 20)], 2, True, False)
+def test_every_step_finds_its_graph(limits, overlap, group, rows_per_seq, prompts, decodes):
+    """Whatever the ranks have, the plan names a graph that was captured, or none. Models of vectors do not decode."""
     max_seqs, max_tokens, mixed = limits
     min_decode, min_prefill, num_ubatches = overlap
     sizes = GraphSizes(
-        decode_sizes(min(max_seqs, max_tokens)),
+        decode_sizes(min(max_seqs, max_tokens)) if decodes else (),
         mixed_sizes(max_tokens) if mixed else (),
-        decode_sizes(min(rows_per_seq * max_seqs, max_tokens)) if mixed else (),
+        decode_sizes(min(rows_per_seq * max_seqs, max_tokens)) if mixed and decodes else (),
     )
     policy = replace(never(""), min_decode_tokens=min_decode, min_prefill_tokens=min_prefill)
     captured = {*sizes.whole_steps(), *ubatch_graphs(sizes, policy, num_ubatches)}

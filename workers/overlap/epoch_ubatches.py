@@ -284,11 +284,12 @@ class EpochUbatches:
 def ubatch_graphs(sizes: GraphSizes, policy: OverlapPolicy, num_ubatches: int) -> set[GraphKey]:
     """Return all graphs in ubatches that a step can ever replay under this policy."""
     decode, prefill = policy.min_decode_tokens, policy.min_prefill_tokens
-    either = [least for least in (decode, prefill) if least is not None]
+    either = min((least for least in (decode, prefill) if least is not None), default=None)
     least = {
         GraphMode.DECODE: decode,
-        GraphMode.MIXED: prefill,
-        GraphMode.VERIFY: min(either, default=None),
+        # Without graphs of decodes, as of a model that makes vectors, sequences of one row replay mixed graphs.
+        GraphMode.MIXED: prefill if sizes.decode else either,
+        GraphMode.VERIFY: either,
     }
     found = set()
     for key in sizes.whole_steps():
