@@ -47,6 +47,7 @@ CASES = [
     ("qwen3_5_moe", "first", "shm", True, True),
     ("eagle3", "all", "shm", True, False),
 ]
+ATTENTIONS = ["flashinfer", pytest.param("triton", marks=pytest.mark.exhaustive)]
 INTERPRETED = pytest.mark.skipif(
     COMPILED or find_spec("triton") is None, reason="needs Triton's interpreter, as without a GPU"
 )
@@ -98,7 +99,7 @@ def test_drafts_beside_an_idle_rank(
 
 
 @INTERPRETED
-@pytest.mark.parametrize("attention", ["flashinfer", "triton"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize(
     ("family", "graphs", "ubatch"), [("qwen3_next", "all", False), ("glm4_moe", "none", True)]
 )
@@ -149,7 +150,7 @@ def run_sharing(*arguments: Any) -> RankResult:
 
 @INTERPRETED
 @pytest.mark.parametrize("ubatch", [False, True])
-@pytest.mark.parametrize("attention", ["flashinfer", "triton"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_shared_prefixes_of_one_rank(
     rank_pool: Any, tmp_path: Path, attention: str, ubatch: bool
 ) -> None:
