@@ -15,7 +15,7 @@ def _mark_invalid(best_ptr, token_ptr, num_rows, invalid, forbidden, BLOCK: tl.c
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_rows
     best = tl.load(best_ptr + row, mask=mask, other=0.0)
-    finite = best - best == 0  # NaN for NaN and infinities
+    finite = tl.abs(best) < float("inf")  # false for NaN
     number = tl.where(best == float("-inf"), forbidden, invalid)
     tl.store(token_ptr + row, number.to(tl.int64), mask=mask & (finite == 0))
 
