@@ -32,8 +32,8 @@ from workers.step.step_sync import StepPlan
 CHOOSE_EVERY = 8
 """Steps from one choice of a draft model's passes to the next: each takes some 0.1 ms."""
 
-MOST_ALIKE = 4
-"""Steps in which a rank's votes about drafts stay the same; at first, and behind each new sequence, one, then two.
+VOTES_ALIKE = 2
+"""Steps in which a rank's votes about drafts stay the same; at first, and behind each new sequence, one.
 
 A step of few sequences has no time for more. What follows from votes that stay the same is known, so ranks vote anew in
 the same steps.
@@ -74,7 +74,7 @@ class Speculator:
         self._candidates = {"drafts": 0}  # fields of the vote
         self._voted_costs = self._costs.vote()  # further ones
         self._num_votes = 0
-        self._votes_alike = 1  # votes in a row that are alike; a power of two
+        self._votes_alike = 1  # votes in a row that are alike
         self._num_weighed = 0  # sequences that the vote is about
         self._expected: dict[Sequence, float] = {}  # acceptance, since the last vote that was new
         self._patience: dict[Sequence, int] = {}  # steps that a draft model still reads of it
@@ -174,7 +174,7 @@ class Speculator:
             return {}
         self._num_votes += 1
         if self._num_votes % self._votes_alike == 0:
-            self._votes_alike = min(2 * self._votes_alike, MOST_ALIKE)
+            self._votes_alike = VOTES_ALIKE
             self._voted_costs = self._costs.vote()
         candidates = self._candidates if num_decodes else {}
         return {**candidates, **self._voted_costs}
