@@ -18,7 +18,7 @@ from tests.unit.graph_fakes import EagerGraphs, EagerPlanner, make_capturable
 from workers.overlap.epoch_ubatches import ubatch_graphs
 from workers.rank.epoch import Epoch
 from workers.rank.rank_info import KV_CACHE
-from workers.runner import cuda_graphs
+from workers.runner import cuda_graphs, model_runner
 from workers.runner.accepted_drafts import AcceptedDrafts
 from workers.runner.cuda_graphs import GraphPlanner
 from workers.runner.draft_passes import DraftPasses
@@ -81,21 +81,13 @@ def capture(epoch: Epoch, sizes: GraphSizes, patches: pytest.MonkeyPatch, *, gpu
     if not gpu:
         plan_eagerly(runner, patches)
     patches.setattr(cuda_graphs, "_capture_stream", lambda device: None)
-    graphs = EagerGraphs(
-        runner.model,
-        runner._backends,
-        runner._builder,
-        sizes=sizes,
-        max_seqs=runner._max_num_seqs,
-        max_blocks=runner._max_blocks,
-        ubatches=ubatches,
-        passes=runner.drafts,
-    )
+    patches.setattr(model_runner, "StepGraphs", EagerGraphs)
+    graphs = runner.make_graphs(sizes)
     keys = set(graphs.keys)
     if ubatches is not None:
         keys |= ubatch_graphs(sizes, epoch.ubatches.policy, ubatches.num_ubatches)
     graphs.provide(keys)
-    runner.graphs, epoch.graph_sizes = graphs, sizes
+    epoch.graph_sizes = sizes
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import torch
 from kernels.attention.base import AttentionBatch
 from kernels.attention.flashinfer_decodes import Pages
 from kernels.attention.shared_prefixes import MAX_GROUPS, SharedPrefixes
+from kernels.host.host_copy import fill
 
 # Query heads of a sequence from which flashinfer launches pairs of blocks: a graph has one launch for all plans.
 PAIRED_ROWS = 65
@@ -89,8 +90,8 @@ class SharedLatents:
         rows, places = np.zeros(num_rows, np.int64), np.full(num_rows, num_rows, np.int64)
         rows[: len(shared.rows)] = shared.rows
         places[shared.rows] = np.arange(len(shared.rows))
-        stack.rows.copy_(torch.from_numpy(rows), non_blocking=True)
-        stack.places.copy_(torch.from_numpy(places), non_blocking=True)
+        fill(stack.rows, rows)
+        fill(stack.places, places)
         assert pages.total <= len(stack.pages), "reserve_graphs was given fewer blocks"
         pages.ship(stack.pages)
         firsts = stack.rows.index_select(0, self._there(shared.starts[:-1]))

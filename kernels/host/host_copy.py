@@ -91,17 +91,16 @@ class StepClock:
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return the array on the device; on CPU its own memory. Does not wait for the device."""
-    if device.type == "cpu":
-        return torch.from_numpy(array)
-    return _host(array).to(device, non_blocking=True)
+    return _source(array, device).to(device, non_blocking=True)
 
 
 def fill(target: torch.Tensor, array: np.ndarray) -> None:
     """Copy the array into a tensor of its shape on a device, or on the CPU. Does not wait for the device."""
-    target.copy_(torch.from_numpy(array) if target.is_cpu else _host(array), non_blocking=True)
+    target.copy_(_source(array, target.device), non_blocking=True)
 
 
-def _host(array: np.ndarray) -> torch.Tensor:
+def _source(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return the array in memory of which a copy does not wait for the device."""
     host = torch.from_numpy(array)
-    return host.pin_memory() if host.nbytes > MAX_PAGEABLE_BYTES else host
+    pageable = device.type == "cpu" or host.nbytes <= MAX_PAGEABLE_BYTES
+    return host if pageable else host.pin_memory()

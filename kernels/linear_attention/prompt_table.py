@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kernels.host.host_copy import to_device
+from kernels.host.host_copy import fill, to_device
 from kernels.linear_attention.chunks import MAX_CHUNK
 from kernels.triton.delta_table import HEADER, PromptTable
 
@@ -54,7 +54,7 @@ def fill_table(table: PromptTable, starts: np.ndarray, slots: torch.Tensor) -> N
     """Write the prompts of the next step, none included; starts has the number of the step's real rows at its end."""
     assert len(slots) <= table.max_prompts, (len(slots), table.max_prompts)
     numbers = _numbers(starts, table.max_chunks, table.max_prompts)
-    table.numbers.copy_(to_device(numbers, table.numbers.device))
+    fill(table.numbers, numbers)
     table.slots[: len(slots)].copy_(slots)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from kernels.attention.batch import AttentionBatch
 from kernels.host.capability import too_old_gpu
-from kernels.host.host_copy import to_device
+from kernels.host.host_copy import fill, to_device
 from kernels.host.triton_version import triton_unavailable
 from kernels.interface.backend import BackendShape
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
@@ -107,7 +107,7 @@ class TritonLinearAttention(LinearAttention):
         starts, most_rows = None, most
         if several:
             starts, most_rows = self._graph_starts[: 2 + most], most * (1 + self.num_drafts)
-            starts.copy_(torch.from_numpy(self._numbers(batch, most)), non_blocking=True)
+            fill(starts, self._numbers(batch, most))
         # The launch of decodes writes zeros where it has no decode, and prompts come after it.
         zeros_to = 0 if prompts else num_rows
         self._decodes = DecodeTable(slots, starts, min(num_rows, most_rows), zeros_to)

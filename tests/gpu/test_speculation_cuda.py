@@ -11,7 +11,6 @@ import torch
 from kernels.backends.select import probe
 from tests.devices import need_gpus
 from tests.distributed.engine_harness import Event, make_request
-from tests.gpu import test_cuda_graphs
 from tests.gpu.pools import Pools
 from tests.gpu.test_cuda_graphs import (
     MARGIN,
@@ -21,6 +20,7 @@ from tests.gpu.test_cuda_graphs import (
     configure,
     serve,
 )
+from tests.gpu.test_cuda_graphs import traffic as traffic_of_ranks
 from tests.gpu_families import released_shape
 from tests.token_judge import TokenJudge, steep_routers, transformers_reference
 from workers.config import RankConfig
@@ -98,7 +98,7 @@ def test_ranks_draft_together(pools: Pools, tmp_path: Path, all2all: str) -> Non
     """Ranks with prompts, drafts and nothing at the same time: a rank without sequences runs the passes along."""
     need_gpus(2)
     checkpoint = make(tmp_path / "model", "qwen3_next", mtp=True)
-    events = test_cuda_graphs.traffic(random.Random(4), 150, 2)
+    events = traffic_of_ranks(random.Random(4), 150, 2)
     config = drafting(configure(checkpoint, 2, all2all), "mtp", 2)
     with local_rendezvous() as rendezvous:
         arguments = (config, rendezvous, events)

@@ -75,10 +75,8 @@ def test_step_back(ropes: bool) -> None:
     firsts = chance.integers(20, 60, len(rows))
     positions = np.concatenate([np.arange(a, a + n) for a, n in zip(firsts, counts, strict=True)])
     table = chance.integers(0, 1000, (len(rows), 8))
-    seq_T, back = (
-        np.repeat(np.arange(len(rows)), counts),
-        [rejected[r] if r >= 0 else 0 for r in rows],
-    )
+    seq_T = np.repeat(np.arange(len(rows)), counts)
+    back = [rejected[row] if row >= 0 else 0 for row in rows]
     slots = table[seq_T, positions // size] * size + positions % size
     behind = positions - np.array(back)[seq_T]
     expected = table[seq_T, behind // size] * size + behind % size
@@ -136,8 +134,8 @@ def test_draws_are_entered_as_by_operators(given: bool, asynchronous: bool) -> N
         if batch.draft_token_ids is None:
             continue
         token_L = torch.from_numpy(chance.choice([3, 3, 4, -1], len(batch.logits_seqs)))
-        rows_B = chance.permutation(MAX_SEQS)[: len(parts)] if len(parts) <= MAX_SEQS else None
-        assert rows_B is not None
+        assert len(parts) <= MAX_SEQS
+        rows_B = chance.permutation(MAX_SEQS)[: len(parts)]
         place: Any = SimpleNamespace(sampling_rows=torch.from_numpy(rows_B[batch.logits_seqs]))
         counts_B = chance.integers(1, 3, len(parts)).clip(max=batch.num_logits) if given else None
         states = []

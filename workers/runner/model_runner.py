@@ -267,7 +267,8 @@ class ModelRunner:
 
     def make_graphs(self, sizes: GraphSizes, *, on_demand: bool = False) -> StepGraphs:
         """Return graphs of these sizes, still to be captured; plans with a `graph_mode` replay them."""
-        self._builder.warm_up()
+        if self.drafts is not None:
+            self._builder.warm_up()
         self.graphs = StepGraphs(
             self.model,
             self._backends,
